@@ -1,0 +1,437 @@
+//! The shard loop: gather, load, decide, store, answer.
+//!
+//! What the store's failures mean here:
+//!
+//! | the store | was it applied? | then |
+//! | --- | --- | --- |
+//! | does not accept a write | no | decide again on a fresh load |
+//! | is away, or a load fails | no | try again; once it has been away for a while, fail at once |
+//! | refuses a statement | no | each row by itself, so that a bad one fails alone |
+//! | breaks off during a write | unknown | load again and see; an answer that denies is no longer certain |
+//!
+//! Nothing here sleeps while other keys have work: a key that must wait is parked, with all
+//! commands that arrive for it, and the loop goes on.
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::{Answer, EngineError, Grant, Hub, Limits};
+use crate::domain::ids::Key;
+use crate::domain::version::Version;
+use crate::domain::{At, Decision, Machine};
+use crate::store::{Backend, Link, Loaded, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write};
+use crate::telemetry::{FailureLabels, Metrics};
+
+/// The most commands in one batch.
+const MAX_BATCH: usize = 8_192;
+/// The most keys in one load, so that a statement stays short.
+const MAX_KEYS: usize = 5_000;
+/// The most bytes of commands in one batch; a single command may be larger.
+const MAX_BYTES: usize = 4 << 20;
+/// How long the engine goes on trying to take back a grant that nobody received. The lease ends
+/// by itself if the store stays away for longer.
+const UNDO_FOR: Duration = Duration::from_secs(30);
+/// How long commands wait for a store that is away before they are refused at once.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// The longest pause before a parked key is tried again.
+const MAX_PAUSE: Duration = Duration::from_millis(50);
+
+type Reply<M> = oneshot::Sender<Result<Answer<M>, EngineError>>;
+
+/// A command in a queue.
+#[derive(Debug)]
+pub(super) struct Pending<M: Machine> {
+    key: Key,
+    command: M::Command,
+    deadline: Instant,
+    /// `None` for what the engine asks of itself.
+    reply: Option<Reply<M>>,
+    /// An earlier try may have been applied.
+    uncertain: bool,
+}
+
+impl<M: Machine> Pending<M> {
+    pub(super) fn new(
+        key: Key,
+        command: M::Command,
+        deadline: Instant,
+        reply: Option<Reply<M>>,
+    ) -> Self {
+        Self { key, command, deadline, reply, uncertain: false }
+    }
+
+    /// The command that takes back what this one may have granted.
+    fn undo(&self) -> Option<Self> {
+        let command = M::undo(&self.command)?;
+        Some(Self::new(self.key.clone(), command, Instant::now() + UNDO_FOR, None))
+    }
+
+    fn fail(self, error: EngineError) {
+        if let Some(reply) = self.reply {
+            let _ = reply.send(Err(error));
+        }
+    }
+
+    /// What is left to do for this command: itself, its undoing, or nothing.
+    fn still_wanted(self, now: Instant) -> Option<Self> {
+        let caller_left = self.reply.as_ref().is_some_and(oneshot::Sender::is_closed);
+        let is_void = caller_left && M::is_void_without_caller(&self.command);
+        if !is_void && now < self.deadline {
+            return Some(self);
+        }
+        let undo = if self.uncertain { self.undo() } else { None };
+        self.fail(EngineError::unavailable("the store did not answer in time"));
+        undo
+    }
+}
+
+/// The commands on one key, in their order.
+struct Group<M: Machine> {
+    key: Key,
+    commands: Vec<Pending<M>>,
+    /// Failed tries in a row.
+    tries: u32,
+    /// Not to be tried before.
+    due: Instant,
+}
+
+/// What a group's commands come to, given the row.
+struct Decided<M: Machine> {
+    key: Key,
+    tries: u32,
+    /// In order; they hold if the write is accepted.
+    answers: Vec<(Pending<M>, M::Outcome, i64)>,
+    write: Write<M::State>,
+    wakes: bool,
+}
+
+pub(super) struct Shard<M: Machine> {
+    lane: usize,
+    store: Arc<dyn Store<M>>,
+    backend: Arc<dyn Backend>,
+    hub: Arc<Hub>,
+    limits: Limits,
+    metrics: Arc<Metrics>,
+    sender: mpsc::UnboundedSender<Pending<M>>,
+    backlog: VecDeque<Pending<M>>,
+    parked: HashMap<Key, Group<M>>,
+    away_since: Option<Instant>,
+}
+
+impl<M: Machine> Shard<M> {
+    pub(super) fn new(
+        lane: usize,
+        store: Arc<dyn Store<M>>,
+        backend: Arc<dyn Backend>,
+        hub: Arc<Hub>,
+        limits: Limits,
+        metrics: Arc<Metrics>,
+        sender: mpsc::UnboundedSender<Pending<M>>,
+    ) -> Self {
+        Self {
+            lane,
+            store,
+            backend,
+            hub,
+            limits,
+            metrics,
+            sender,
+            backlog: VecDeque::new(),
+            parked: HashMap::new(),
+            away_since: None,
+        }
+    }
+
+    pub(super) async fn run(
+        mut self,
+        mut incoming: mpsc::UnboundedReceiver<Pending<M>>,
+        closing: CancellationToken,
+    ) {
+        let mut received = Vec::new();
+        let mut is_open = true;
+        while is_open || !self.backlog.is_empty() || !self.parked.is_empty() {
+            if self.backlog.is_empty() {
+                let next_due = self.parked.values().map(|group| group.due).min();
+                let due = next_due.unwrap_or_else(Instant::now);
+                tokio::select! {
+                    biased;
+                    count = incoming.recv_many(&mut received, MAX_BATCH), if is_open => {
+                        is_open = count > 0;
+                    }
+                    () = sleep_until(due), if next_due.is_some() => {}
+                    // What was sent before this is still received.
+                    () = closing.cancelled(), if !incoming.is_closed() => incoming.close(),
+                }
+                self.backlog.extend(received.drain(..));
+            }
+            let groups = self.gather();
+            if !groups.is_empty() {
+                self.process(groups).await;
+            }
+        }
+    }
+
+    /// Takes what can be worked on now, grouped by key.
+    fn gather(&mut self) -> Vec<Group<M>> {
+        let now = Instant::now();
+        let mut groups: Vec<Group<M>> = Vec::new();
+        let mut index: HashMap<Key, usize> = HashMap::new();
+        let due: Vec<Key> = self
+            .parked
+            .iter()
+            .filter(|(_, group)| group.due <= now)
+            .take(MAX_KEYS)
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in due {
+            if let Some(group) = self.parked.remove(&key) {
+                index.insert(key, groups.len());
+                groups.push(group);
+            }
+        }
+        let mut bytes = 0;
+        while groups.len() < MAX_KEYS
+            && bytes < MAX_BYTES
+            && let Some(pending) = self.backlog.pop_front()
+        {
+            bytes += M::bytes(&pending.command);
+            if let Some(group) = self.parked.get_mut(&pending.key) {
+                group.commands.push(pending);
+                continue;
+            }
+            match index.entry(pending.key.clone()) {
+                Entry::Occupied(at) => groups[*at.get()].commands.push(pending),
+                Entry::Vacant(at) => {
+                    at.insert(groups.len());
+                    let key = pending.key.clone();
+                    groups.push(Group { key, commands: vec![pending], tries: 0, due: now });
+                }
+            }
+        }
+        for group in &mut groups {
+            let commands = std::mem::take(&mut group.commands);
+            group.commands =
+                commands.into_iter().filter_map(|command| command.still_wanted(now)).collect();
+        }
+        groups.retain(|group| !group.commands.is_empty());
+        groups
+    }
+
+    async fn process(&mut self, groups: Vec<Group<M>>) {
+        let commands: usize = groups.iter().map(|group| group.commands.len()).sum();
+        #[expect(clippy::cast_precision_loss, reason = "batches are small")]
+        {
+            self.metrics.batch_commands.observe(commands as f64);
+            self.metrics.batch_keys.observe(groups.len() as f64);
+        }
+        let keys: Vec<Key> = groups.iter().map(|group| group.key.clone()).collect();
+        let sent = std::time::Instant::now();
+        let loaded = timeout(self.limits.store_timeout, self.store.load(self.lane, &keys)).await;
+        self.metrics.store_call("load", sent.elapsed());
+        let loaded = match loaded {
+            Ok(Ok(loaded)) => loaded,
+            Ok(Err(error)) => return self.load_failed(groups, &error),
+            Err(_) => {
+                let error = StoreError::Away("the store did not answer in time".into());
+                return self.load_failed(groups, &error);
+            }
+        };
+        self.away_since = None;
+        let Loaded { rows, now, floor, link } = loaded;
+        let clock = StoreClock { now, sent };
+        let decided: Vec<Decided<M>> = groups
+            .into_iter()
+            .zip(rows)
+            .filter_map(|(group, row)| self.decide(group, row, clock, floor))
+            .collect();
+        if decided.is_empty() {
+            return;
+        }
+        let writes: Vec<Write<M::State>> = decided.iter().map(|d| d.write.clone()).collect();
+        let results = self.store_writes(link, &writes).await;
+        for (decided, result) in decided.into_iter().zip(results) {
+            self.settle(decided, result, clock);
+        }
+    }
+
+    /// Runs a group's commands. Answers at once what does not depend on a write; returns the rest
+    /// with the write that it depends on.
+    fn decide(
+        &self,
+        group: Group<M>,
+        row: Option<Row<M::State>>,
+        clock: StoreClock,
+        floor: i64,
+    ) -> Option<Decided<M>> {
+        let expected = row.as_ref().map(|row| row.revision);
+        let mut current = row;
+        let mut answers = Vec::new();
+        let mut is_written = false;
+        let mut wakes = false;
+        let started = Instant::now();
+        for pending in group.commands {
+            // Callers may have left during the load.
+            let Some(pending) = pending.still_wanted(started) else { continue };
+            let before = current.as_ref();
+            let Some(stamp) = Version::next(before.map(|row| row.revision), floor, clock.now)
+            else {
+                pending.fail(EngineError::unavailable(
+                    "the store's clock, or this key's version, is beyond what can be counted",
+                ));
+                continue;
+            };
+            let at = At { now: clock.now, stamp };
+            match M::apply(before.map(|row| &row.state), &pending.command, at) {
+                Decision::Keep(outcome) => {
+                    let revision = before.map_or(0, |row| row.revision.get());
+                    if is_written {
+                        answers.push((pending, outcome, revision));
+                    } else {
+                        self.answer(pending, outcome, revision, clock);
+                    }
+                }
+                Decision::Write(state, outcome) => {
+                    wakes |= M::wakes(before.map(|row| &row.state), &state);
+                    current = Some(Row { revision: stamp, state });
+                    is_written = true;
+                    answers.push((pending, outcome, stamp.get()));
+                }
+            }
+        }
+        let row = current.filter(|_| is_written)?;
+        let write = Write { key: group.key.clone(), expected, row };
+        Some(Decided { key: group.key, tries: group.tries, answers, write, wakes })
+    }
+
+    async fn store_writes(&self, link: Link, writes: &[Write<M::State>]) -> Vec<Stored> {
+        let started = std::time::Instant::now();
+        let stored = self.store.store(self.lane, link, writes);
+        let results = timeout(self.limits.store_timeout, stored).await;
+        self.metrics.store_call("store", started.elapsed());
+        results.unwrap_or_else(|_| {
+            let error = StoreError::Unknown("the store did not confirm a write in time".into());
+            vec![Stored::Failed(error); writes.len()]
+        })
+    }
+
+    fn settle(&mut self, decided: Decided<M>, result: Stored, clock: StoreClock) {
+        match result {
+            Stored::Accepted => {
+                if decided.wakes {
+                    self.wake(&decided.key);
+                }
+                for (pending, outcome, revision) in decided.answers {
+                    self.answer(pending, outcome, revision, clock);
+                }
+            }
+            Stored::NotAccepted => {
+                self.metrics.write_retries.inc();
+                self.retry(decided, false);
+            }
+            Stored::Failed(StoreError::Refused { message, is_transient: false }) => {
+                self.count_failure("store", "refused", &message);
+                for (pending, ..) in decided.answers {
+                    pending.fail(EngineError::Internal(Arc::clone(&message)));
+                }
+            }
+            Stored::Failed(StoreError::Refused { message, is_transient: true }) => {
+                self.count_failure("store", "refused", &message);
+                self.retry(decided, false);
+            }
+            Stored::Failed(StoreError::Away(message)) => {
+                self.count_failure("store", "away", &message);
+                self.retry(decided, false);
+            }
+            Stored::Failed(StoreError::Unknown(message)) => {
+                self.count_failure("store", "unknown", &message);
+                // Waiters elsewhere must look, too: it may have been applied.
+                if decided.wakes {
+                    self.wake(&decided.key);
+                }
+                self.retry(decided, true);
+            }
+        }
+    }
+
+    /// Puts the commands back to the head of their key's queue.
+    fn retry(&mut self, decided: Decided<M>, is_unknown: bool) {
+        let commands = decided
+            .answers
+            .into_iter()
+            .map(|(pending, ..)| Pending { uncertain: pending.uncertain || is_unknown, ..pending })
+            .collect();
+        let Decided { key, tries, .. } = decided;
+        self.park(Group { key, commands, tries: tries + 1, due: Instant::now() });
+    }
+
+    fn load_failed(&mut self, groups: Vec<Group<M>>, error: &StoreError) {
+        self.count_failure("load", "away", &error.to_string());
+        let now = Instant::now();
+        let away_for = now - *self.away_since.get_or_insert(now);
+        for mut group in groups {
+            if away_for > PATIENCE {
+                let commands = std::mem::take(&mut group.commands);
+                for pending in commands {
+                    let undo = if pending.uncertain { pending.undo() } else { None };
+                    if pending.reply.is_some() {
+                        pending.fail(EngineError::unavailable(format!("the store is away: {error}")));
+                        group.commands.extend(undo);
+                    } else {
+                        group.commands.push(pending);
+                    }
+                }
+            }
+            group.tries += 1;
+            if !group.commands.is_empty() {
+                self.park(group);
+            }
+        }
+    }
+
+    /// Keeps a group until it is due again: at once after the first failure, which is mostly a
+    /// lost race, then after growing pauses.
+    fn park(&mut self, mut group: Group<M>) {
+        let pause = match group.tries {
+            0 | 1 => Duration::ZERO,
+            tries => {
+                let pause = Duration::from_millis(1 << (tries - 2).min(8)).min(MAX_PAUSE);
+                pause.mul_f64(rand::random_range(0.5..1.0))
+            }
+        };
+        group.due = Instant::now() + pause;
+        self.parked.insert(group.key.clone(), group);
+    }
+
+    fn answer(&self, pending: Pending<M>, outcome: M::Outcome, revision: i64, clock: StoreClock) {
+        if pending.uncertain && !M::is_certain_after_unknown_try(&outcome) {
+            return pending.fail(EngineError::unavailable(
+                "the store broke off during an earlier try, which may have been applied",
+            ));
+        }
+        let undo = if M::is_new_grant(&outcome) { pending.undo() } else { None };
+        let Some(reply) = pending.reply else {
+            self.metrics.undone_grants.inc();
+            return;
+        };
+        let grant = undo.map(|undo| Grant { undo: Some(undo), shard: self.sender.clone() });
+        // If the caller has gone, the answer comes back and is dropped, and a grant in it undone.
+        let _ = reply.send(Ok(Answer { outcome, clock, revision, grant }));
+    }
+
+    fn wake(&self, key: &Key) {
+        let hash = key.hash64();
+        self.hub.wake(hash);
+        self.backend.announce(hash);
+    }
+
+    fn count_failure(&self, operation: &'static str, failure: &'static str, message: &str) {
+        self.metrics.store_failures.get_or_create(&FailureLabels { operation, failure }).inc();
+        tracing::warn!(operation, failure, message, "store call failed");
+    }
+}

@@ -1,0 +1,15 @@
+//! The service over HTTP: JSON in, JSON out. One file for each resource.
+
+mod leases;
+mod openapi;
+mod operations;
+mod problem;
+mod request;
+mod router;
+mod serve;
+mod shape;
+mod token;
+
+pub use openapi::Documents;
+pub use router::{App, documents, router};
+pub use serve::serve;

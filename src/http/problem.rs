@@ -1,0 +1,244 @@
+//! Errors as RFC 9457 problems: every reply that is not 2xx is one.
+//!
+//! A handler returns a [`Problem`]; the outermost layer writes it as the body, since only that one
+//! knows the request's id. So the problems of the router and of the body reader look alike.
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::domain::lease::{Stale, StaleReason};
+use crate::engine::EngineError;
+use crate::store::StoreError;
+
+/// What went wrong, where, and what to do (RFC 9457).
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub struct Problem {
+    /// Always `about:blank`: `code` names the kind of problem.
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// The HTTP status in words.
+    title: &'static str,
+    /// The HTTP status.
+    #[schema(minimum = 400, maximum = 599)]
+    status: u16,
+    /// What went wrong, for a person.
+    detail: String,
+    /// What went wrong, for a program; more may be added.
+    #[schema(example = "stale_lease")]
+    code: &'static str,
+    /// Whether the same request may succeed later.
+    retryable: bool,
+    /// The `X-Request-Id` of this reply.
+    request_id: String,
+    /// With `stale_lease`: how the ownership was lost: `superseded`, `expired`, `released`,
+    /// `revoked` or `unknown`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'static str>,
+    /// With 429 and 503: when to try again.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 0)]
+    retry_after_ms: Option<u32>,
+    /// The limit that was passed, by its name in `GET /v1/capabilities`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    limit: Option<&'static str>,
+    /// With `invalid_request`: each member at fault.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    errors: Vec<FieldError>,
+    /// With `stale_lease`: what the key holds instead.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    current: Option<Current>,
+}
+
+/// One member of a request that is wrong.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub struct FieldError {
+    /// Its name, as in `ttl_ms` or `items[3].version`.
+    pub field: String,
+    /// What is wrong with it.
+    pub message: String,
+}
+
+/// What a key holds.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub struct Current {
+    /// `held` or `free`.
+    state: &'static str,
+    /// The newest owner.
+    owner_id: String,
+    /// The newest version.
+    #[schema(minimum = 1, maximum = 9_007_199_254_740_991_i64)]
+    version: i64,
+}
+
+impl Problem {
+    fn new(status: StatusCode, code: &'static str, detail: impl Into<String>) -> Self {
+        Self {
+            kind: "about:blank",
+            title: status.canonical_reason().unwrap_or("Error"),
+            status: status.as_u16(),
+            detail: detail.into(),
+            code,
+            retryable: false,
+            request_id: String::new(),
+            reason: None,
+            retry_after_ms: None,
+            limit: None,
+            errors: Vec::new(),
+            current: None,
+        }
+    }
+
+    pub(super) fn invalid_json(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_json", detail)
+    }
+
+    pub(super) fn invalid_request(errors: Vec<FieldError>) -> Self {
+        let named: Vec<String> =
+            errors.iter().map(|e| format!("{}: {}", e.field, e.message)).collect();
+        let detail = named.join("; ");
+        Self { errors, ..Self::new(StatusCode::BAD_REQUEST, "invalid_request", detail) }
+    }
+
+    pub(super) fn route_not_found(path: &str) -> Self {
+        let detail = format!("there is no {path}; see /docs for what there is");
+        Self::new(StatusCode::NOT_FOUND, "route_not_found", detail)
+    }
+
+    pub(super) fn method_not_allowed(method: &str) -> Self {
+        let detail = format!("{method} does not work here; the Allow header names what does");
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", detail)
+    }
+
+    pub(super) fn unsupported_media_type() -> Self {
+        let detail = "send JSON with the header content-type: application/json";
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", detail)
+    }
+
+    pub(super) fn payload_too_large(limit: usize) -> Self {
+        let detail = format!("the request body is larger than {limit} bytes; nothing was changed");
+        let problem = Self::new(StatusCode::PAYLOAD_TOO_LARGE, "payload_too_large", detail);
+        Self { limit: Some("request_body_bytes"), ..problem }
+    }
+
+    pub(super) fn stale_lease(stale: &Stale, is_held: bool) -> Self {
+        let detail = match stale.reason {
+            StaleReason::Superseded => {
+                "a newer lease was granted for this key; stop the work that this one guarded"
+            }
+            StaleReason::Expired => {
+                "the lease expired, and others may have been told; stop the work and claim anew"
+            }
+            StaleReason::Released => "the lease was released already; claim anew",
+            StaleReason::Revoked => {
+                "an administrator freed the lease; stop the work that it guarded"
+            }
+            StaleReason::Unknown => {
+                "no such lease is known for this key: check key, owner_id and version"
+            }
+        };
+        Self {
+            reason: Some(stale_reason(stale.reason)),
+            current: stale.current.as_ref().map(|lease| Current {
+                state: if is_held { "held" } else { "free" },
+                owner_id: lease.owner_id.as_str().to_owned(),
+                version: lease.version.get(),
+            }),
+            ..Self::new(StatusCode::CONFLICT, "stale_lease", detail)
+        }
+    }
+
+    pub(super) fn internal() -> Self {
+        let detail = "a bug in the service; its log has more under this request id";
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", detail)
+    }
+
+    fn try_later(code: &'static str, detail: String) -> Self {
+        Self {
+            retryable: true,
+            retry_after_ms: Some(1_000),
+            ..Self::new(StatusCode::SERVICE_UNAVAILABLE, code, detail)
+        }
+    }
+
+    pub(super) fn unavailable(reason: &str) -> Self {
+        Self::try_later(
+            "unavailable",
+            format!("{reason}. Repeat with the same attempt_id or reference to learn the outcome"),
+        )
+    }
+
+    pub(super) fn not_ready(reasons: &[String]) -> Self {
+        Self::try_later("unavailable", reasons.join("; "))
+    }
+
+    pub(super) fn shutting_down() -> Self {
+        Self::try_later(
+            "shutting_down",
+            "this replica is shutting down and changed nothing; ask another one".to_owned(),
+        )
+    }
+
+    pub(super) fn code(&self) -> &'static str {
+        self.code
+    }
+
+    pub(super) fn into_errors(self) -> Vec<FieldError> {
+        self.errors
+    }
+
+    /// The reply, once the request's id is known.
+    pub(super) fn into_reply(mut self, request_id: &str) -> Response {
+        request_id.clone_into(&mut self.request_id);
+        let status = StatusCode::from_u16(self.status).unwrap_or_default();
+        // Strings and numbers only: cannot fail.
+        let body = serde_json::to_vec(&self).unwrap_or_default();
+        let media_type = HeaderValue::from_static("application/problem+json");
+        let mut reply = (status, [(header::CONTENT_TYPE, media_type)], body).into_response();
+        if let Some(millis) = self.retry_after_ms {
+            let seconds = millis.div_ceil(1_000).max(1);
+            reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        reply
+    }
+}
+
+pub(super) const fn stale_reason(reason: StaleReason) -> &'static str {
+    match reason {
+        StaleReason::Superseded => "superseded",
+        StaleReason::Expired => "expired",
+        StaleReason::Released => "released",
+        StaleReason::Revoked => "revoked",
+        StaleReason::Unknown => "unknown",
+    }
+}
+
+impl From<EngineError> for Problem {
+    fn from(error: EngineError) -> Self {
+        match error {
+            EngineError::Unavailable(reason) => Self::unavailable(&reason),
+            EngineError::ShuttingDown => Self::shutting_down(),
+            EngineError::Internal(reason) => {
+                tracing::error!(%reason, "internal error");
+                Self::internal()
+            }
+        }
+    }
+}
+
+impl From<StoreError> for Problem {
+    fn from(error: StoreError) -> Self {
+        Self::unavailable(&error.to_string())
+    }
+}
+
+impl IntoResponse for Problem {
+    /// An empty reply that carries the problem to the outermost layer.
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.status).unwrap_or_default();
+        let mut reply = status.into_response();
+        reply.extensions_mut().insert(self);
+        reply
+    }
+}

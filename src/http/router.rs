@@ -1,0 +1,173 @@
+//! The routes, and what happens around every request.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, Uri, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_http::set_header::SetResponseHeaderLayer;
+use tracing::Instrument;
+use utoipa::OpenApi;
+use utoipa_axum::router::OpenApiRouter;
+use uuid::Uuid;
+
+use super::openapi::{Api, Documents};
+use super::problem::Problem;
+use super::{leases, operations};
+use crate::coordinator::Coordinator;
+use crate::telemetry::{Metrics, RouteLabels};
+
+/// What handlers work with.
+#[derive(Debug)]
+pub struct App {
+    /// The machines.
+    pub coordinator: Coordinator,
+    /// Where to count.
+    pub metrics: Arc<Metrics>,
+    /// The published documents.
+    pub(super) documents: Documents,
+}
+
+/// What is known of a request from its arrival on.
+#[derive(Clone, Debug)]
+pub(super) struct Received {
+    at: Instant,
+    request_id: Arc<str>,
+}
+
+impl Received {
+    pub(super) fn elapsed_ms(&self) -> i64 {
+        super::shape::millis(self.at.elapsed())
+    }
+
+    pub(super) fn request_id(&self) -> &str {
+        &self.request_id
+    }
+}
+
+const REQUEST_ID: &str = "x-request-id";
+
+fn api() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::with_openapi(Api::openapi()).merge(leases::routes()).merge(operations::routes())
+}
+
+/// The OpenAPI documents of this version.
+#[must_use]
+pub fn documents() -> Documents {
+    Documents::of(&api().into_openapi())
+}
+
+/// The service as a router.
+pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<App>) {
+    let (routes, api) = api().split_for_parts();
+    let documents = Documents::of(&api);
+    let app = Arc::new(App { coordinator, metrics, documents });
+    let no_store = HeaderValue::from_static("no-store");
+    let router = routes
+        .merge(operations::pages())
+        .fallback(|uri: Uri| async move { Problem::route_not_found(uri.path()) })
+        .method_not_allowed_fallback(|method: Method| async move {
+            Problem::method_not_allowed(method.as_str())
+        })
+        // From the inside out.
+        .layer(CatchPanicLayer::custom(|panic: Box<dyn std::any::Any + Send>| {
+            let message = panic.downcast_ref::<String>().map(String::as_str);
+            let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
+            tracing::error!(panic = message.unwrap_or("unknown"), "a handler panicked");
+            Problem::internal().into_response()
+        }))
+        .layer(SetResponseHeaderLayer::overriding(header::CACHE_CONTROL, no_store))
+        .layer(from_fn_with_state(Arc::clone(&app), envelope))
+        .with_state(Arc::clone(&app));
+    (router, app)
+}
+
+/// Gives each request its id and its span, counts it, and words its problem if it ends in one.
+async fn envelope(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let at = Instant::now();
+    let request_id = request_id(request.headers());
+    let route =
+        request.extensions().get::<MatchedPath>().map_or("other", |path| known(path.as_str()));
+    let span = tracing::info_span!(
+        "request",
+        method = %request.method(),
+        route,
+        request_id = &*request_id,
+        trace_id = trace_id(request.headers()),
+    );
+    request.extensions_mut().insert(Received { at, request_id: Arc::clone(&request_id) });
+    let mut reply = next.run(request).instrument(span.clone()).await;
+    if let Some(problem) = reply.extensions_mut().remove::<Problem>() {
+        let allow = reply.headers_mut().remove(header::ALLOW);
+        let no_store = reply.headers_mut().remove(header::CACHE_CONTROL);
+        reply = problem.into_reply(&request_id);
+        reply.headers_mut().extend(allow.map(|allow| (header::ALLOW, allow)));
+        reply.headers_mut().extend(no_store.map(|value| (header::CACHE_CONTROL, value)));
+    }
+    if let Ok(value) = HeaderValue::from_str(&request_id) {
+        reply.headers_mut().insert(REQUEST_ID, value);
+    }
+    let took = at.elapsed();
+    let labels = RouteLabels { route, status: reply.status().as_u16() };
+    app.metrics.http_requests.get_or_create(&labels).observe(took.as_secs_f64());
+    span.in_scope(|| log(&reply, took));
+    reply
+}
+
+fn log(reply: &Response, took: Duration) {
+    let (status, millis) = (reply.status().as_u16(), took.as_millis());
+    if reply.status().is_server_error() {
+        tracing::warn!(status, millis, "request failed");
+    } else {
+        tracing::debug!(status, millis, "request");
+    }
+}
+
+/// The caller's id, or a new one.
+fn request_id(headers: &HeaderMap) -> Arc<str> {
+    let given = headers.get(REQUEST_ID).and_then(|value| value.to_str().ok());
+    let is_fine = |id: &&str| {
+        (1..=128).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic())
+    };
+    match given.filter(is_fine) {
+        Some(id) => Arc::from(id),
+        None => Arc::from(Uuid::now_v7().hyphenated().encode_lower(&mut Uuid::encode_buffer()) as &str),
+    }
+}
+
+/// The trace that the caller works in (W3C Trace Context).
+fn trace_id(headers: &HeaderMap) -> Option<&str> {
+    let header = headers.get("traceparent")?.to_str().ok()?;
+    let mut parts = header.split('-');
+    let (_version, trace_id) = (parts.next()?, parts.next()?);
+    let is_fine = trace_id.len() == 32 && trace_id.bytes().all(|byte| byte.is_ascii_hexdigit());
+    is_fine.then_some(trace_id)
+}
+
+/// The registered paths, as they appear in metrics.
+fn known(path: &str) -> &'static str {
+    const PATHS: &[&str] = &[
+        "/v1/leases/claim",
+        "/v1/leases/renew",
+        "/v1/leases/renew-many",
+        "/v1/leases/release",
+        "/v1/leases/wait",
+        "/v1/leases/verify",
+        "/v1/leases/state",
+        "/v1/leases",
+        "/v1/leases/force-release",
+        "/v1/capabilities",
+        "/livez",
+        "/readyz",
+        "/metrics",
+        "/openapi.json",
+        "/openapi-3.0.json",
+        "/docs",
+        "/docs/{*file}",
+    ];
+    PATHS.iter().find(|known| **known == path).copied().unwrap_or("other")
+}

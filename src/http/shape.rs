@@ -1,0 +1,132 @@
+//! The parts that replies have in common.
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use serde_json::value::RawValue;
+use time::OffsetDateTime;
+use time::format_description::BorrowedFormatItem;
+use time::macros::format_description;
+use utoipa::ToSchema;
+
+use crate::domain::lease::Lease;
+use crate::domain::time::Timestamp;
+use crate::store::StoreClock;
+
+const RFC_3339_MILLIS: &[BorrowedFormatItem<'_>] = format_description!(
+    "[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z"
+);
+
+/// RFC 3339 in UTC with milliseconds.
+pub(super) fn instant(at: Timestamp) -> String {
+    OffsetDateTime::from_unix_timestamp_nanos(i128::from(at.as_micros()) * 1_000)
+        .ok()
+        .and_then(|at| at.format(RFC_3339_MILLIS).ok())
+        .unwrap_or_default()
+}
+
+pub(super) fn millis(duration: std::time::Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}
+
+/// Metadata as it was stored. What is not JSON, which only a hand-edited row can hold, is left out.
+pub(super) fn metadata(lease: &Lease) -> Option<Box<RawValue>> {
+    lease.metadata.clone().and_then(|text| RawValue::from_string(text).ok())
+}
+
+/// When a polling caller should ask again: within a second, at a random moment, so that callers
+/// refused together do not come back together.
+pub(super) fn polling_hint(until_free_ms: i64) -> i64 {
+    let latest = until_free_ms.clamp(50, 1_000);
+    rand::random_range(latest / 2..=latest)
+}
+
+/// A lease, told to its owner.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct LeaseBody {
+    /// The key.
+    key: String,
+    /// Who holds it.
+    owner_id: String,
+    /// The fencing token: above all earlier ones of this key. Send it with every write that the
+    /// lease guards.
+    #[schema(minimum = 1, maximum = 9_007_199_254_740_991_i64)]
+    version: i64,
+    /// The length that a renewal without `ttl_ms` extends by.
+    #[schema(minimum = 100, maximum = 86_400_000)]
+    ttl_ms: i64,
+    /// When it was granted, by the store's clock.
+    #[schema(format = DateTime)]
+    acquired_at: String,
+    /// When it ends unless renewed, by the store's clock.
+    #[schema(format = DateTime)]
+    expires_at: String,
+    /// How long until then, when this was written.
+    #[schema(minimum = 0)]
+    expires_in_ms: i64,
+    /// When to renew: a third of the ttl.
+    #[schema(minimum = 0)]
+    renew_after_ms: i64,
+    /// As claimed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<std::collections::BTreeMap<String, String>>)]
+    metadata: Option<Box<RawValue>>,
+}
+
+impl LeaseBody {
+    pub(super) fn new(key: &str, lease: &Lease, clock: StoreClock) -> Self {
+        Self {
+            key: key.to_owned(),
+            owner_id: lease.owner_id.as_str().to_owned(),
+            version: lease.version.get(),
+            ttl_ms: lease.ttl.as_millis(),
+            acquired_at: instant(lease.acquired_at),
+            expires_at: instant(lease.expires_at),
+            expires_in_ms: millis(clock.remaining(lease.expires_at)),
+            renew_after_ms: lease.ttl.as_millis() / 3,
+            metadata: metadata(lease),
+        }
+    }
+}
+
+/// A lease, told to others.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct Holder {
+    /// Who holds it.
+    owner_id: String,
+    /// Its fencing token.
+    #[schema(minimum = 1, maximum = 9_007_199_254_740_991_i64)]
+    version: i64,
+    /// When it was granted.
+    #[schema(format = DateTime)]
+    acquired_at: String,
+    /// When it ends unless renewed.
+    #[schema(format = DateTime)]
+    expires_at: String,
+    /// How long until then, when this was written.
+    #[schema(minimum = 0)]
+    pub(super) expires_in_ms: i64,
+    /// What the holder wants others to know.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<std::collections::BTreeMap<String, String>>)]
+    metadata: Option<Box<RawValue>>,
+}
+
+impl Holder {
+    pub(super) fn new(lease: &Lease, clock: StoreClock) -> Self {
+        Self {
+            owner_id: lease.owner_id.as_str().to_owned(),
+            version: lease.version.get(),
+            acquired_at: instant(lease.acquired_at),
+            expires_at: instant(lease.expires_at),
+            expires_in_ms: millis(clock.remaining(lease.expires_at)),
+            metadata: metadata(lease),
+        }
+    }
+}
+
+/// A 200 reply.
+pub(super) fn ok(body: impl Serialize) -> Response {
+    (StatusCode::OK, Json(body)).into_response()
+}

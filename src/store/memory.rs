@@ -1,0 +1,162 @@
+//! Rows in this process' memory: for tests and throw-away use. A restart forgets everything.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::clock::{EmbeddedClock, TimeSource};
+use super::{
+    Backend, Link, ListQuery, Listed, Loaded, Row, Store, StoreError, Stored, WakePath, Write,
+};
+use crate::domain::Machine;
+use crate::domain::ids::Key;
+use crate::domain::lease::{Lease, LeaseMachine};
+use crate::domain::time::Timestamp;
+
+/// The store.
+#[derive(Debug)]
+pub struct MemoryStore {
+    clock: EmbeddedClock,
+    tables: Mutex<Tables>,
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    floor: i64,
+    leases: BTreeMap<Key, Row<Lease>>,
+}
+
+impl MemoryStore {
+    /// An empty store on the machine's clocks.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::with_time(TimeSource::system())
+    }
+
+    /// An empty store on the given clocks.
+    #[must_use]
+    pub fn with_time(source: TimeSource) -> Self {
+        Self {
+            clock: EmbeddedClock::starting_at(Timestamp::from_micros(0), source),
+            tables: Mutex::default(),
+        }
+    }
+
+    fn tables(&self) -> MutexGuard<'_, Tables> {
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn store_rows<S: Clone>(
+    table: &mut BTreeMap<Key, Row<S>>,
+    floor: i64,
+    writes: &[Write<S>],
+) -> Vec<Stored> {
+    writes
+        .iter()
+        .map(|write| {
+            let is_above_floor = write.expected.is_some() || write.row.revision.get() > floor;
+            let is_as_expected = table.get(&write.key).map(|row| row.revision) == write.expected;
+            if !is_as_expected || !is_above_floor {
+                return Stored::NotAccepted;
+            }
+            table.insert(write.key.clone(), write.row.clone());
+            Stored::Accepted
+        })
+        .collect()
+}
+
+fn list_rows<S: Clone>(table: &BTreeMap<Key, Row<S>>, query: &ListQuery) -> Vec<(super::Name, Row<S>)> {
+    let first = super::Name::from_stored(query.prefix.as_str());
+    let first = query.after.clone().map_or(first.clone(), |after| after.max(first));
+    let from = Key { kind: query.kind, namespace: query.namespace.clone(), name: first };
+    table
+        .range(from..)
+        .take_while(|(key, _)| {
+            key.kind == query.kind
+                && key.namespace == query.namespace
+                && key.name.as_str().starts_with(&query.prefix)
+        })
+        .filter(|(key, _)| query.after.as_ref().is_none_or(|after| key.name > *after))
+        .take(query.limit)
+        .map(|(key, row)| (key.name.clone(), row.clone()))
+        .collect()
+}
+
+#[async_trait]
+impl Store<LeaseMachine> for MemoryStore {
+    async fn load(
+        &self,
+        _lane: usize,
+        keys: &[Key],
+    ) -> Result<Loaded<<LeaseMachine as Machine>::State>, StoreError> {
+        let tables = self.tables();
+        Ok(Loaded {
+            // Under the lock, so that time and rows are of the same moment.
+            now: self.clock.now(),
+            rows: keys.iter().map(|key| tables.leases.get(key).cloned()).collect(),
+            floor: tables.floor,
+            link: Link::default(),
+        })
+    }
+
+    async fn store(
+        &self,
+        _lane: usize,
+        _link: Link,
+        writes: &[Write<Lease>],
+    ) -> Vec<Stored> {
+        let Tables { floor, leases } = &mut *self.tables();
+        store_rows(leases, *floor, writes)
+    }
+
+    async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
+        let tables = self.tables();
+        Ok(Listed { now: self.clock.now(), rows: list_rows(&tables.leases, &query) })
+    }
+}
+
+#[async_trait]
+impl Backend for MemoryStore {
+    fn name(&self) -> &'static str {
+        "memory"
+    }
+
+    fn lanes(&self) -> usize {
+        1
+    }
+
+    fn wake_path(&self) -> WakePath {
+        WakePath::Local
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    async fn clean_up(&self, retention: Duration) -> Result<u64, StoreError> {
+        let mut tables = self.tables();
+        let cutoff = self.clock.now().minus(retention);
+        let Tables { floor, leases } = &mut *tables;
+        let before = leases.len();
+        leases.retain(|_, row| {
+            let last_write = Timestamp::from_micros(row.revision.get());
+            let keep = row.state.idle_since(last_write) > cutoff;
+            if !keep {
+                *floor = (*floor).max(row.revision.get());
+            }
+            keep
+        });
+        Ok((before - leases.len()) as u64)
+    }
+
+    async fn close(&self) {}
+}

@@ -1,0 +1,230 @@
+//! The seam between the engine and where rows are kept.
+//!
+//! A store does two things for a machine: it loads rows together with its own time, and it stores
+//! rows, each guarded by the revision that it was loaded with. It knows no rules. A write that is
+//! not accepted has lost a race, or met a row that somebody else keeps locked; either way nothing
+//! of it was applied, and the engine decides again on a fresh load.
+
+pub mod clock;
+mod columns;
+pub mod memory;
+pub mod postgres;
+pub mod sqlite;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+
+use crate::domain::Machine;
+use crate::domain::ids::{Key, Kind, Name, Namespace};
+use crate::domain::time::Timestamp;
+use crate::domain::version::Version;
+
+/// What a key holds, with the stamp of its last write.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row<S> {
+    /// The guard of the next write.
+    pub revision: Version,
+    /// What the machine left there.
+    pub state: S,
+}
+
+/// The answer to a load.
+#[derive(Debug)]
+pub struct Loaded<S> {
+    /// One entry for each key asked for, in that order.
+    pub rows: Vec<Option<Row<S>>>,
+    /// The store's time, never later than the moment whose rows these are.
+    pub now: Timestamp,
+    /// The largest stamp that clean-up has deleted.
+    pub floor: i64,
+    /// The link that the rows came over. A write decided on them goes over the same one, or not
+    /// at all: another link may lead to another server.
+    pub link: Link,
+}
+
+/// Identifies one connection of one process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Link(pub u64);
+
+/// One guarded write.
+#[derive(Clone, Debug)]
+pub struct Write<S> {
+    /// The row's identity.
+    pub key: Key,
+    /// The revision that the row must still have; `None`: there must be no row.
+    pub expected: Option<Version>,
+    /// What the row becomes.
+    pub row: Row<S>,
+}
+
+/// Where a listing goes on.
+#[derive(Clone, Debug)]
+pub struct ListQuery {
+    /// The machine.
+    pub kind: Kind,
+    /// The tenant.
+    pub namespace: Namespace,
+    /// Only names that begin with this.
+    pub prefix: String,
+    /// Only names after this one, by bytes.
+    pub after: Option<Name>,
+    /// At most this many rows.
+    pub limit: usize,
+}
+
+/// A stretch of rows in the order of their names' bytes.
+#[derive(Debug)]
+pub struct Listed<S> {
+    /// The rows.
+    pub rows: Vec<(Name, Row<S>)>,
+    /// The store's time.
+    pub now: Timestamp,
+}
+
+/// Why a store did not do what it was asked.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum StoreError {
+    /// It could not be reached, or did not answer a load: certainly nothing was applied.
+    #[error("{0}")]
+    Away(Arc<str>),
+    /// It refused: certainly nothing was applied.
+    #[error("{message}")]
+    Refused {
+        /// What the store said.
+        message: Arc<str>,
+        /// Whether the same request may succeed a moment later.
+        is_transient: bool,
+    },
+    /// The link broke, or the deadline passed, during a write: it may have been applied or not.
+    #[error("{0}")]
+    Unknown(Arc<str>),
+}
+
+/// Why a store cannot be opened, worded for the person who starts the service.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Another try will not help.
+    #[error("{0}")]
+    Configuration(String),
+    /// It may be there a moment later.
+    #[error("{0}")]
+    Unreachable(String),
+}
+
+/// What became of one write.
+#[derive(Clone, Debug)]
+pub enum Stored {
+    /// It is applied, and as durable as this store makes it.
+    Accepted,
+    /// Its guard did not hold, or somebody else has the row locked: not applied.
+    NotAccepted,
+    /// It failed.
+    Failed(StoreError),
+}
+
+/// Keeps the rows of one machine.
+#[async_trait]
+pub trait Store<M: Machine>: Debug + Send + Sync + 'static {
+    /// Loads rows. `keys` are distinct. `lane` is below [`Backend::lanes`]; calls on one lane come
+    /// one after the other, and may be dropped halfway.
+    async fn load(&self, lane: usize, keys: &[Key]) -> Result<Loaded<M::State>, StoreError>;
+
+    /// Stores rows whose guard holds; tells for each write, in order, what became of it. A row
+    /// that cannot be stored does not keep the others from it.
+    async fn store(&self, lane: usize, link: Link, writes: &[Write<M::State>]) -> Vec<Stored>;
+
+    /// Lists rows.
+    async fn list(&self, query: ListQuery) -> Result<Listed<M::State>, StoreError>;
+}
+
+/// What all machines of one store share.
+#[async_trait]
+pub trait Backend: Debug + Send + Sync + 'static {
+    /// The name shown to people: `postgres`, `sqlite` or `memory`.
+    fn name(&self) -> &'static str;
+
+    /// How many batches it can work on at a time.
+    fn lanes(&self) -> usize;
+
+    /// Tells other replicas that waiters for keys with this hash should look again.
+    fn announce(&self, _hash: u64) {}
+
+    /// How wake-ups from elsewhere reach this process.
+    fn wake_path(&self) -> WakePath;
+
+    /// Whether a write could be made now; the reason if not.
+    async fn check(&self) -> Result<(), StoreError>;
+
+    /// Deletes keys that have been idle for `retention`, in bounded chunks; how many.
+    async fn clean_up(&self, retention: Duration) -> Result<u64, StoreError>;
+
+    /// Ends background work and lets go of connections and files.
+    async fn close(&self);
+}
+
+/// Whom a store tells that something was changed elsewhere.
+pub trait Waker: Debug + Send + Sync {
+    /// Keys with this hash may have changed.
+    fn wake(&self, hash: u64);
+
+    /// Any key may have changed.
+    fn wake_all(&self);
+}
+
+/// How wake-ups reach this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WakePath {
+    /// All changes are made by this process.
+    Local,
+    /// Notifications from other replicas arrive: proven by a probe of a few seconds ago.
+    Listen,
+    /// They do not arrive, or that is not proven; waiters look again every second.
+    Poll,
+}
+
+impl WakePath {
+    /// The word that people see.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::Listen => "listen",
+            Self::Poll => "poll",
+        }
+    }
+
+    /// How often a watched key is read again in case its wake-up was lost.
+    #[must_use]
+    pub const fn safety_poll(self) -> Duration {
+        match self {
+            Self::Local | Self::Listen => Duration::from_secs(2),
+            Self::Poll => Duration::from_secs(1),
+        }
+    }
+}
+
+/// The store's time, carried on from a load by the monotonic clock.
+#[derive(Clone, Copy, Debug)]
+pub struct StoreClock {
+    /// What the load reported.
+    pub now: Timestamp,
+    /// When the load was sent, so that the estimate errs on the late side.
+    pub sent: Instant,
+}
+
+impl StoreClock {
+    /// The store's time at this moment, never too early.
+    #[must_use]
+    pub fn estimate(&self) -> Timestamp {
+        self.now.plus(self.sent.elapsed())
+    }
+
+    /// How long until `instant`; zero when that is past.
+    #[must_use]
+    pub fn remaining(&self, instant: Timestamp) -> Duration {
+        self.estimate().until(instant)
+    }
+}

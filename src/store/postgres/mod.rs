@@ -1,0 +1,389 @@
+//! Rows in PostgreSQL 13 or later, shared by any number of replicas.
+//!
+//! The rules that keep it correct and fast, each learnt from a failure somewhere:
+//!
+//! * No transaction spans two messages on the request path, and no request runs statements itself:
+//!   a request can be cancelled anywhere. A connection is taken out of its slot for a statement
+//!   and put back after its last byte; whatever goes wrong in between drops it, socket and all.
+//! * A batch is one load, then at most one statement that only updates and one that only inserts.
+//!   In a combined one, two replicas deadlock.
+//! * No statement waits for a lock of a row. Rows that somebody else has locked are skipped and
+//!   tried again.
+//! * Nothing is ever cancelled on the server: a cancelled wait for a standby counts as committed.
+
+mod leases;
+mod link;
+mod wakes;
+
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use sqlx::postgres::{PgConnectOptions, PgConnection};
+use sqlx::{ConnectOptions, Connection};
+use tokio::sync::{Mutex, mpsc};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::{
+    Backend, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError, Stored, WakePath,
+    Waker, Write,
+};
+use crate::domain::ids::Key;
+use crate::domain::lease::{Lease, LeaseMachine};
+use crate::shutdown::spawn_vital;
+use crate::telemetry::Metrics;
+use link::{Linked, Servers, classify};
+use wakes::{Message, Wakes};
+
+/// Connections for batches.
+const LANES: usize = 4;
+/// How long reads outside batches may take.
+const READ_TIMEOUT: Duration = Duration::from_secs(3);
+/// How often all servers are looked at, where there are several.
+const SURVEY_EVERY: Duration = Duration::from_millis(1_500);
+/// The lock that keeps replicas from migrating at the same time: "fencepos" in ASCII.
+const MIGRATION_LOCK: i64 = 0x6665_6e63_6570_6f73;
+
+/// The store.
+#[derive(Debug)]
+pub struct PostgresStore {
+    servers: Arc<Servers>,
+    lanes: Vec<Slot>,
+    /// For lists and health checks.
+    reads: Slot,
+    /// For clean-up.
+    cleaning: Slot,
+    wakes: Arc<Wakes>,
+    messages: mpsc::UnboundedSender<Message>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+/// Where a connection stays between statements.
+type Slot = Mutex<Option<Linked>>;
+
+fn parse(url: &str) -> Result<PgConnectOptions, OpenError> {
+    let options = PgConnectOptions::from_str(url).map_err(|error| {
+        OpenError::Configuration(format!(
+            "not a Postgres URL ({error}); one looks like postgres://user:password@host/database"
+        ))
+    })?;
+    let options = match options.get_application_name() {
+        Some(_) => options,
+        None => options.application_name("fencepost"),
+    };
+    Ok(options.disable_statement_logging())
+}
+
+fn parse_all(urls: &[String]) -> Result<Arc<Servers>, OpenError> {
+    let options = urls.iter().map(|url| parse(url)).collect::<Result<Vec<_>, _>>()?;
+    Ok(Arc::new(Servers::new(options)))
+}
+
+fn unreachable(error: &StoreError) -> OpenError {
+    OpenError::Unreachable(error.to_string())
+}
+
+/// Creates or updates the tables.
+///
+/// # Errors
+///
+/// The database cannot be reached, or refuses.
+pub async fn migrate(urls: &[String]) -> Result<(), OpenError> {
+    prepare(&*parse_all(urls)?, true).await
+}
+
+fn migrations() -> sqlx::migrate::Migrator {
+    let mut migrations = sqlx::migrate!("migrations/postgres");
+    // In our own schema, since the database has other users, who may use sqlx as well.
+    migrations.dangerous_set_table_name("fencepost.migrations");
+    // An older replica still starts after a newer one has migrated.
+    migrations.set_ignore_missing(true).set_locking(false);
+    migrations
+}
+
+/// Makes sure that the tables are there.
+async fn prepare(servers: &Servers, migrate: bool) -> Result<(), OpenError> {
+    let mut linked = servers.connect_unprepared().await.map_err(|error| unreachable(&error))?;
+    let connection = &mut linked.connection;
+    let migrations = migrations();
+    let failed = |error: &dyn std::fmt::Display| {
+        OpenError::Configuration(format!("cannot create the tables of Fencepost: {error}"))
+    };
+    if is_current(connection, &migrations).await.map_err(|error| failed(&error))? {
+        return Ok(());
+    }
+    if !migrate {
+        return Err(OpenError::Configuration(
+            "the database lacks tables of this version of Fencepost: run `fencepost migrate`, or \
+             leave --migrate on"
+                .to_owned(),
+        ));
+    }
+    let run = async {
+        // All in one transaction, under a lock that ends with it even through a pooler.
+        let mut transaction = connection.begin().await?;
+        sqlx::raw_sql("SET LOCAL lock_timeout = '30s'; SET LOCAL statement_timeout = '60s'")
+            .execute(&mut *transaction)
+            .await?;
+        sqlx::query("SELECT pg_advisory_xact_lock($1)")
+            .bind(MIGRATION_LOCK)
+            .execute(&mut *transaction)
+            .await?;
+        sqlx::raw_sql("CREATE SCHEMA IF NOT EXISTS fencepost").execute(&mut *transaction).await?;
+        migrations.run_direct(None, &mut *transaction, false).await?;
+        transaction.commit().await?;
+        Ok::<_, sqlx::migrate::MigrateError>(())
+    };
+    run.await.map_err(|error| failed(&error))
+}
+
+async fn is_current(
+    connection: &mut PgConnection,
+    migrations: &sqlx::migrate::Migrator,
+) -> Result<bool, sqlx::Error> {
+    let has_table: bool =
+        sqlx::query_scalar("SELECT to_regclass('fencepost.migrations') IS NOT NULL")
+            .fetch_one(&mut *connection)
+            .await?;
+    if !has_table {
+        return Ok(false);
+    }
+    let applied: Vec<i64> = sqlx::query_scalar("SELECT version FROM fencepost.migrations")
+        .fetch_all(connection)
+        .await?;
+    Ok(migrations.iter().all(|migration| applied.contains(&migration.version)))
+}
+
+impl PostgresStore {
+    /// Connects to the first writable primary among `urls`, makes sure that the tables are there,
+    /// and starts to listen.
+    ///
+    /// # Errors
+    ///
+    /// No primary can be reached, a URL is wrong, or the tables are missing and must not, or
+    /// cannot, be created.
+    pub async fn open(
+        urls: &[String],
+        notify_url: Option<&str>,
+        migrate: bool,
+        waker: Arc<dyn Waker>,
+        metrics: Arc<Metrics>,
+    ) -> Result<Self, OpenError> {
+        let servers = parse_all(urls)?;
+        prepare(&servers, migrate).await?;
+        let first = servers.connect().await.map_err(|error| unreachable(&error))?;
+        let mut lanes: Vec<Slot> = (0..LANES).map(|_| Mutex::default()).collect();
+        lanes[0] = Mutex::new(Some(first));
+        let stop = CancellationToken::new();
+        let wakes = Arc::new(Wakes {
+            servers: Arc::clone(&servers),
+            notify_options: notify_url.map(parse).transpose()?,
+            replica: format!("{:016x}", rand::random::<u64>()),
+            waker,
+            is_listening: AtomicBool::new(false),
+            metrics,
+            stop: stop.clone(),
+        });
+        let (messages, outgoing) = mpsc::unbounded_channel();
+        let tasks = TaskTracker::new();
+        spawn_vital(&tasks, Arc::clone(&wakes).notify(outgoing));
+        spawn_vital(&tasks, Arc::clone(&wakes).listen(messages.clone()));
+        if servers.count() > 1 {
+            spawn_vital(&tasks, survey(Arc::clone(&servers), stop.clone()));
+        }
+        Ok(Self {
+            servers,
+            lanes,
+            reads: Mutex::default(),
+            cleaning: Mutex::default(),
+            wakes,
+            messages,
+            tasks,
+            stop,
+        })
+    }
+
+    async fn linked(&self, slot: &mut Option<Linked>) -> Result<Linked, StoreError> {
+        match slot.take() {
+            Some(linked) => Ok(linked),
+            None => self.servers.connect().await,
+        }
+    }
+}
+
+async fn survey(servers: Arc<Servers>, stop: CancellationToken) {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(SURVEY_EVERY) => servers.survey().await,
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+#[async_trait]
+impl Store<LeaseMachine> for PostgresStore {
+    async fn load(&self, lane: usize, keys: &[Key]) -> Result<Loaded<Lease>, StoreError> {
+        let mut slot = self.lanes[lane].lock().await;
+        let mut linked = self.linked(&mut slot).await?;
+        match leases::load(&mut linked.connection, keys).await {
+            Ok((rows, surroundings)) => {
+                self.servers.check(&linked, surroundings.timeline)?;
+                let (now, floor) = (surroundings.now, surroundings.floor);
+                let link = linked.link;
+                *slot = Some(linked);
+                Ok(Loaded { rows, now, floor, link })
+            }
+            Err(error) => {
+                let (error, is_usable) = classify(&error, false);
+                if is_usable {
+                    *slot = Some(linked);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    async fn store(&self, lane: usize, link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
+        let mut slot = self.lanes[lane].lock().await;
+        let mut linked = slot.take().filter(|linked| linked.link == link);
+        let mut results = vec![Stored::NotAccepted; writes.len()];
+        for is_update in [true, false] {
+            let chosen: Vec<usize> =
+                (0..writes.len()).filter(|&i| writes[i].expected.is_some() == is_update).collect();
+            store_chosen(&mut linked, is_update, writes, &chosen, &mut results).await;
+        }
+        *slot = linked;
+        results
+    }
+
+    async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
+        let mut slot = self.reads.lock().await;
+        let mut linked = self.linked(&mut slot).await?;
+        match timeout(READ_TIMEOUT, leases::list(&mut linked.connection, &query)).await {
+            Ok(Ok((rows, now))) => {
+                *slot = Some(linked);
+                Ok(Listed { rows, now })
+            }
+            Ok(Err(error)) => Err(classify(&error, false).0),
+            Err(_) => Err(StoreError::Away("the database did not answer in time".into())),
+        }
+    }
+}
+
+/// Stores some of the writes, all updates or all inserts: in one statement, or one by one when
+/// that is refused, so that a bad row fails alone.
+async fn store_chosen(
+    slot: &mut Option<Linked>,
+    is_update: bool,
+    writes: &[Write<Lease>],
+    chosen: &[usize],
+    results: &mut [Stored],
+) {
+    let mut groups: Vec<&[usize]> = vec![chosen];
+    while let Some(group) = groups.pop() {
+        if group.is_empty() {
+            continue;
+        }
+        let Some(mut linked) = slot.take() else {
+            for &i in group {
+                results[i] = Stored::Failed(StoreError::Away("the connection was lost".into()));
+            }
+            continue;
+        };
+        let rows: Vec<&Write<Lease>> = group.iter().map(|&i| &writes[i]).collect();
+        let stored = if is_update {
+            leases::update(&mut linked.connection, &rows).await
+        } else {
+            leases::insert(&mut linked.connection, &rows).await
+        };
+        match stored {
+            Ok(accepted) => {
+                *slot = Some(linked);
+                for (&i, accepted) in group.iter().zip(accepted) {
+                    results[i] = if accepted { Stored::Accepted } else { Stored::NotAccepted };
+                }
+            }
+            Err(error) => {
+                let (error, is_usable) = classify(&error, true);
+                if is_usable {
+                    *slot = Some(linked);
+                }
+                if is_usable && group.len() > 1 {
+                    groups.extend(group.chunks(1).rev());
+                } else {
+                    for &i in group {
+                        results[i] = Stored::Failed(error.clone());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Backend for PostgresStore {
+    fn name(&self) -> &'static str {
+        "postgres"
+    }
+
+    fn lanes(&self) -> usize {
+        LANES
+    }
+
+    fn announce(&self, hash: u64) {
+        // Fails only after `close`.
+        let _ = self.messages.send(Message::Changed(hash));
+    }
+
+    fn wake_path(&self) -> WakePath {
+        if self.wakes.is_listening.load(Ordering::Relaxed) {
+            WakePath::Listen
+        } else {
+            WakePath::Poll
+        }
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        let mut slot = self.reads.lock().await;
+        let mut linked = self.linked(&mut slot).await?;
+        match timeout(READ_TIMEOUT, link::is_standby(&mut linked.connection)).await {
+            Ok(Ok(false)) => {}
+            Ok(Ok(true)) => {
+                return Err(StoreError::Away("the server has become a standby".into()));
+            }
+            Ok(Err(error)) => return Err(classify(&error, false).0),
+            Err(_) => return Err(StoreError::Away("the database did not answer in time".into())),
+        }
+        *slot = Some(linked);
+        Ok(())
+    }
+
+    async fn clean_up(&self, retention: Duration) -> Result<u64, StoreError> {
+        let mut slot = self.cleaning.lock().await;
+        let mut linked = self.linked(&mut slot).await?;
+        let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
+        match leases::clean_up(&mut linked.connection, micros).await {
+            Ok(deleted) => {
+                *slot = Some(linked);
+                Ok(deleted)
+            }
+            Err(error) => Err(classify(&error, false).0),
+        }
+    }
+
+    async fn close(&self) {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+        for slot in self.lanes.iter().chain([&self.reads, &self.cleaning]) {
+            if let Some(linked) = slot.lock().await.take() {
+                let _ = timeout(Duration::from_secs(1), linked.connection.close()).await;
+            }
+        }
+    }
+}

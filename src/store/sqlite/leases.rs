@@ -1,0 +1,244 @@
+//! The statements on leases.
+//!
+//! Rows travel to SQLite as one JSON array, since its parameters are scalars: so the statements
+//! are static text, prepared once, whatever the size of a batch.
+
+use serde_json::{Value, json};
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+use sqlx::{Connection, Row as _};
+use uuid::Uuid;
+
+use crate::domain::ids::{Key, Name};
+use crate::domain::lease::Lease;
+use crate::domain::time::Timestamp;
+use crate::store::columns::{LeaseColumns, kind_number, status_number};
+use crate::store::{ListQuery, Row, Stored, Write};
+
+const LOAD: &str = "
+    SELECT wanted.key, l.revision, l.version, l.status, l.owner_id, l.attempt_id, l.grant_id,
+           l.ttl_ms, l.acquired_at, l.expires_at, l.recovered_from, l.metadata
+    FROM json_each(?1) AS wanted
+    JOIN leases AS l
+      ON l.kind = wanted.value ->> 0
+     AND l.namespace = wanted.value ->> 1
+     AND l.key = wanted.value ->> 2";
+
+const UPDATE: &str = "
+    UPDATE leases
+    SET revision = w.value ->> 4, version = w.value ->> 5, status = w.value ->> 6,
+        owner_id = w.value ->> 7, attempt_id = w.value ->> 8, grant_id = w.value ->> 9,
+        ttl_ms = w.value ->> 10, acquired_at = w.value ->> 11, expires_at = w.value ->> 12,
+        recovered_from = w.value ->> 13, metadata = w.value ->> 14
+    FROM json_each(?1) AS w
+    WHERE leases.kind = w.value ->> 0
+      AND leases.namespace = w.value ->> 1
+      AND leases.key = w.value ->> 2
+      AND leases.revision = w.value ->> 3
+    RETURNING kind, namespace, key";
+
+const INSERT: &str = "
+    INSERT INTO leases (kind, namespace, key, revision, version, status, owner_id, attempt_id,
+                        grant_id, ttl_ms, acquired_at, expires_at, recovered_from, metadata)
+    SELECT w.value ->> 0, w.value ->> 1, w.value ->> 2, w.value ->> 4, w.value ->> 5,
+           w.value ->> 6, w.value ->> 7, w.value ->> 8, w.value ->> 9, w.value ->> 10,
+           w.value ->> 11, w.value ->> 12, w.value ->> 13, w.value ->> 14
+    FROM json_each(?1) AS w
+    WHERE true
+    ON CONFLICT DO NOTHING
+    RETURNING kind, namespace, key";
+
+const LIST: &str = "
+    SELECT key, revision, version, status, owner_id, attempt_id, grant_id, ttl_ms, acquired_at,
+           expires_at, recovered_from, metadata
+    FROM leases
+    WHERE kind = ?1 AND namespace = ?2 AND key >= ?3 AND (?4 IS NULL OR key > ?4)
+      AND substr(CAST(key AS BLOB), 1, length(CAST(?3 AS BLOB))) = CAST(?3 AS BLOB)
+    ORDER BY key
+    LIMIT ?5";
+
+/// How many rows one chunk of clean-up looks at.
+const CHUNK: i64 = 1_000;
+
+const CHUNK_END: &str = "
+    SELECT kind, namespace, key FROM leases
+    WHERE (kind, namespace, key) > (?1, ?2, ?3)
+    ORDER BY kind, namespace, key
+    LIMIT 1 OFFSET ?4";
+
+const DELETE_IDLE: &str = "
+    DELETE FROM leases
+    WHERE (kind, namespace, key) > (?1, ?2, ?3)
+      AND (?4 IS NULL OR (kind, namespace, key) <= (?4, ?5, ?6))
+      AND CASE status WHEN 0 THEN expires_at ELSE revision END <= ?7
+    RETURNING revision";
+
+fn columns(row: &SqliteRow) -> Result<LeaseColumns, sqlx::Error> {
+    let attempt_id: Option<String> = row.try_get(5)?;
+    Ok(LeaseColumns {
+        revision: row.try_get(1)?,
+        version: row.try_get(2)?,
+        status: row.try_get(3)?,
+        owner_id: row.try_get(4)?,
+        attempt_id: attempt_id.and_then(|text| Uuid::try_parse(&text).ok()),
+        grant_id: row.try_get(6)?,
+        ttl_ms: row.try_get(7)?,
+        acquired_at: row.try_get(8)?,
+        expires_at: row.try_get(9)?,
+        recovered_from: row.try_get(10)?,
+        metadata: row.try_get(11)?,
+    })
+}
+
+pub(super) async fn load(
+    connection: &mut SqliteConnection,
+    keys: &[Key],
+) -> Result<Vec<Option<Row<Lease>>>, sqlx::Error> {
+    let wanted: Value = keys
+        .iter()
+        .map(|key| json!([kind_number(key.kind), key.namespace.as_str(), key.name.as_str()]))
+        .collect();
+    let found = sqlx::query(LOAD).bind(wanted.to_string()).fetch_all(connection).await?;
+    let mut rows = vec![None; keys.len()];
+    for row in found {
+        let index: i64 = row.try_get(0)?;
+        rows[usize::try_from(index).unwrap_or_default()] = Some(columns(&row)?.into());
+    }
+    Ok(rows)
+}
+
+/// Stores a batch in one transaction, which also records the clock.
+pub(super) async fn store(
+    connection: &mut SqliteConnection,
+    writes: &[Write<Lease>],
+    floor: i64,
+    now: Timestamp,
+) -> Result<Vec<Stored>, sqlx::Error> {
+    let as_json = |write: &Write<Lease>| {
+        let Write { key, expected, row: Row { revision, state } } = write;
+        json!([
+            kind_number(key.kind),
+            key.namespace.as_str(),
+            key.name.as_str(),
+            expected.map(|revision| revision.get()),
+            revision.get(),
+            state.version.get(),
+            status_number(state.status),
+            state.owner_id.as_str(),
+            state.attempt_id.map(|id| id.to_string()),
+            state.grant_id,
+            state.ttl.as_millis(),
+            state.acquired_at.as_micros(),
+            state.expires_at.as_micros(),
+            state.recovered_from.map(|version| version.get()),
+            state.metadata,
+        ])
+    };
+    let updates: Vec<Value> =
+        writes.iter().filter(|w| w.expected.is_some()).map(as_json).collect();
+    let inserts: Vec<Value> = writes
+        .iter()
+        .filter(|w| w.expected.is_none() && w.row.revision.get() > floor)
+        .map(as_json)
+        .collect();
+    let mut accepted = std::collections::HashSet::new();
+    let mut transaction = connection.begin().await?;
+    for (statement, rows) in [(UPDATE, updates), (INSERT, inserts)] {
+        if rows.is_empty() {
+            continue;
+        }
+        let rows = Value::from(rows).to_string();
+        for row in sqlx::query(statement).bind(rows).fetch_all(&mut *transaction).await? {
+            let key: (i16, String, String) =
+                (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+            accepted.insert(key);
+        }
+    }
+    sqlx::query("UPDATE state SET clock = ?1")
+        .bind(now.as_micros())
+        .execute(&mut *transaction)
+        .await?;
+    transaction.commit().await?;
+    let key = |key: &Key| {
+        let namespace = key.namespace.as_str().to_owned();
+        (kind_number(key.kind), namespace, key.name.as_str().to_owned())
+    };
+    Ok(writes
+        .iter()
+        .map(|write| {
+            if accepted.contains(&key(&write.key)) { Stored::Accepted } else { Stored::NotAccepted }
+        })
+        .collect())
+}
+
+pub(super) async fn list(
+    connection: &mut SqliteConnection,
+    query: &ListQuery,
+) -> Result<Vec<(Name, Row<Lease>)>, sqlx::Error> {
+    let rows = sqlx::query(LIST)
+        .bind(kind_number(query.kind))
+        .bind(query.namespace.as_str())
+        .bind(&query.prefix)
+        .bind(query.after.as_ref().map(Name::as_str))
+        .bind(i64::try_from(query.limit).unwrap_or(i64::MAX))
+        .fetch_all(connection)
+        .await?;
+    rows.iter()
+        .map(|row| {
+            let name: String = row.try_get(0)?;
+            Ok((Name::from_stored(name), columns(row)?.into()))
+        })
+        .collect()
+}
+
+/// What a chunk of clean-up came to.
+pub(super) struct Chunk {
+    pub(super) deleted: u64,
+    /// The largest stamp deleted, or 0.
+    pub(super) floor: i64,
+    /// Where the next chunk goes on; `None` at the end.
+    pub(super) last: Option<(i16, String, String)>,
+}
+
+/// Deletes what is idle among the next rows, and raises the floor with it.
+pub(super) async fn clean_up_chunk(
+    connection: &mut SqliteConnection,
+    after: Option<&(i16, String, String)>,
+    cutoff: Timestamp,
+) -> Result<Chunk, sqlx::Error> {
+    let start = (i16::MIN, String::new(), String::new());
+    let (kind, namespace, key) = after.unwrap_or(&start);
+    let mut transaction = connection.begin().await?;
+    let end = sqlx::query(CHUNK_END)
+        .bind(kind)
+        .bind(namespace)
+        .bind(key)
+        .bind(CHUNK - 1)
+        .fetch_optional(&mut *transaction)
+        .await?;
+    let last: Option<(i16, String, String)> = match end {
+        Some(row) => Some((row.try_get(0)?, row.try_get(1)?, row.try_get(2)?)),
+        None => None,
+    };
+    let deleted = sqlx::query(DELETE_IDLE)
+        .bind(kind)
+        .bind(namespace)
+        .bind(key)
+        .bind(last.as_ref().map(|last| last.0))
+        .bind(last.as_ref().map(|last| last.1.as_str()))
+        .bind(last.as_ref().map(|last| last.2.as_str()))
+        .bind(cutoff.as_micros())
+        .fetch_all(&mut *transaction)
+        .await?;
+    let mut floor = 0;
+    for row in &deleted {
+        floor = floor.max(row.try_get(0)?);
+    }
+    if floor > 0 {
+        sqlx::query("UPDATE state SET floor = max(floor, ?1)")
+            .bind(floor)
+            .execute(&mut *transaction)
+            .await?;
+    }
+    transaction.commit().await?;
+    Ok(Chunk { deleted: deleted.len() as u64, floor, last })
+}
