@@ -49,8 +49,8 @@ impl Default for CoordinatorOptions {
             migrate: true,
             connect_timeout: Duration::from_secs(30),
             notify_url: None,
-            idle_key_retention: Duration::from_secs(86_400),
-            cleanup_interval: Duration::from_secs(60),
+            idle_key_retention: Duration::from_hours(24),
+            cleanup_interval: Duration::from_mins(1),
             limits: Limits::default(),
             metrics: Arc::default(),
         }
@@ -104,7 +104,7 @@ impl Coordinator {
         options: &CoordinatorOptions,
     ) -> Self {
         let leases = Engine::start(
-            Arc::clone(&lease_store),
+            &lease_store,
             Arc::clone(&backend),
             hub,
             options.limits,
@@ -113,7 +113,14 @@ impl Coordinator {
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let clean = clean_up(Arc::clone(&backend), options.clone(), stop.clone());
         spawn_vital(&tasks, clean);
-        Self { backend, lease_store, leases, limits: options.limits, tasks, stop }
+        Self {
+            backend,
+            lease_store,
+            leases,
+            limits: options.limits,
+            tasks,
+            stop,
+        }
     }
 
     /// Leases.
@@ -186,13 +193,11 @@ async fn open_store(
 }
 
 /// Deletes idle keys now and then; each replica does, at its own moments.
-async fn clean_up(
-    backend: Arc<dyn Backend>,
-    options: CoordinatorOptions,
-    stop: CancellationToken,
-) {
+async fn clean_up(backend: Arc<dyn Backend>, options: CoordinatorOptions, stop: CancellationToken) {
     loop {
-        let pause = options.cleanup_interval.mul_f64(rand::random_range(0.9..1.1));
+        let pause = options
+            .cleanup_interval
+            .mul_f64(rand::random_range(0.9..1.1));
         tokio::select! {
             () = sleep(pause) => {}
             () = stop.cancelled() => return,
@@ -227,7 +232,11 @@ impl<T> Reply<T> {
     }
 
     fn map<U>(self, convert: impl FnOnce(T) -> U) -> Reply<U> {
-        Reply { outcome: convert(self.outcome), clock: self.clock, grant: self.grant }
+        Reply {
+            outcome: convert(self.outcome),
+            clock: self.clock,
+            grant: self.grant,
+        }
     }
 }
 
@@ -279,9 +288,18 @@ fn mismatched() -> EngineError {
 
 macro_rules! outcome {
     ($answer:expr, $variant:ident) => {{
-        let Answer { outcome, clock, grant, .. } = $answer;
+        let Answer {
+            outcome,
+            clock,
+            grant,
+            ..
+        } = $answer;
         match outcome {
-            Outcome::$variant(outcome) => Ok(Reply { outcome, clock, grant }),
+            Outcome::$variant(outcome) => Ok(Reply {
+                outcome,
+                clock,
+                grant,
+            }),
             _ => Err(mismatched()),
         }
     }};
@@ -289,7 +307,11 @@ macro_rules! outcome {
 
 impl Leases<'_> {
     fn key(namespace: &Namespace, name: &Name) -> Key {
-        Key { kind: Kind::Lease, namespace: namespace.clone(), name: name.clone() }
+        Key {
+            kind: Kind::Lease,
+            namespace: namespace.clone(),
+            name: name.clone(),
+        }
     }
 
     fn engine(&self) -> &Engine<LeaseMachine> {
@@ -322,7 +344,9 @@ impl Leases<'_> {
         let reply = if request.wait.is_zero() {
             outcome!(self.engine().ask(&key, Command::Claim(claim)).await?, Claim)?
         } else {
-            self.engine().wait(&key, ClaimInLine { claim }, request.wait, true).await??
+            self.engine()
+                .wait(&key, ClaimInLine { claim }, request.wait, true)
+                .await??
         };
         if let ClaimOutcome::Claimed { lease, .. } = &reply.outcome {
             still_running(lease, reply.clock)?;
@@ -343,8 +367,12 @@ impl Leases<'_> {
         ttl: Option<Ttl>,
     ) -> Result<Reply<RenewOutcome>, EngineError> {
         let command = Command::Renew { reference, ttl };
-        let reply =
-            outcome!(self.engine().ask(&Self::key(namespace, name), command).await?, Renew)?;
+        let reply = outcome!(
+            self.engine()
+                .ask(&Self::key(namespace, name), command)
+                .await?,
+            Renew
+        )?;
         if let RenewOutcome::Renewed(lease) = &reply.outcome {
             still_running(lease, reply.clock)?;
         }
@@ -363,7 +391,12 @@ impl Leases<'_> {
         reference: Reference,
     ) -> Result<Reply<ReleaseOutcome>, EngineError> {
         let command = Command::Release(reference);
-        outcome!(self.engine().ask(&Self::key(namespace, name), command).await?, Release)
+        outcome!(
+            self.engine()
+                .ask(&Self::key(namespace, name), command)
+                .await?,
+            Release
+        )
     }
 
     /// Waits for the end of a generation.
@@ -382,7 +415,9 @@ impl Leases<'_> {
             return Err(EngineError::ShuttingDown);
         }
         let key = Self::key(namespace, name);
-        self.engine().wait(&key, EndOf { version }, wait, false).await?
+        self.engine()
+            .wait(&key, EndOf { version }, wait, false)
+            .await?
     }
 
     /// What a key holds.
@@ -395,7 +430,12 @@ impl Leases<'_> {
         namespace: &Namespace,
         name: &Name,
     ) -> Result<Reply<Option<Lease>>, EngineError> {
-        outcome!(self.engine().ask(&Self::key(namespace, name), Command::Read).await?, Read)
+        outcome!(
+            self.engine()
+                .ask(&Self::key(namespace, name), Command::Read)
+                .await?,
+            Read
+        )
     }
 
     /// Whether a version holds its key; if not, the version that does.
@@ -410,7 +450,11 @@ impl Leases<'_> {
         version: Version,
     ) -> Result<Result<(), Option<Version>>, EngineError> {
         let reply = self.state(namespace, name).await?;
-        Ok(lease::verify(reply.outcome.as_ref(), version, reply.clock.estimate()))
+        Ok(lease::verify(
+            reply.outcome.as_ref(),
+            version,
+            reply.clock.estimate(),
+        ))
     }
 
     /// Frees a key, whoever holds it.
@@ -425,7 +469,12 @@ impl Leases<'_> {
         version: Option<Version>,
     ) -> Result<Reply<ForceReleaseOutcome>, EngineError> {
         let command = Command::ForceRelease { version };
-        outcome!(self.engine().ask(&Self::key(namespace, name), command).await?, ForceRelease)
+        outcome!(
+            self.engine()
+                .ask(&Self::key(namespace, name), command)
+                .await?,
+            ForceRelease
+        )
     }
 
     /// Lists keys. `held`: only those that are held (`true`) or not (`false`). A page may be
@@ -446,10 +495,18 @@ impl Leases<'_> {
         // In a task of its own: a caller that leaves must not tear the store's connection.
         let listing = tokio::spawn(async move {
             let sent = std::time::Instant::now();
-            let query =
-                ListQuery { kind: Kind::Lease, namespace, prefix, after, limit: MAX_SCAN };
+            let query = ListQuery {
+                kind: Kind::Lease,
+                namespace,
+                prefix,
+                after,
+                limit: MAX_SCAN,
+            };
             let listed = store.list(query).await?;
-            let clock = StoreClock { now: listed.now, sent };
+            let clock = StoreClock {
+                now: listed.now,
+                sent,
+            };
             let is_whole = listed.rows.len() < MAX_SCAN;
             let mut last = listed.rows.last().map(|(name, _)| name.clone());
             let mut items: Vec<(Name, Lease)> = listed
@@ -467,7 +524,9 @@ impl Leases<'_> {
             let next = last.filter(|_| is_cut || !is_whole);
             Ok(Page { items, next, clock })
         });
-        listing.await.unwrap_or_else(|error| Err(StoreError::Away(error.to_string().into())))
+        listing
+            .await
+            .unwrap_or_else(|error| Err(StoreError::Away(error.to_string().into())))
     }
 }
 
@@ -493,7 +552,10 @@ impl Question<LeaseMachine> for ClaimInLine {
     type Answer = Result<Reply<ClaimOutcome>, EngineError>;
 
     fn command(&mut self, is_first: bool) -> Command {
-        Command::Claim(Claim { may_take: is_first, ..self.claim.clone() })
+        Command::Claim(Claim {
+            may_take: is_first,
+            ..self.claim.clone()
+        })
     }
 
     fn judge(&mut self, answer: Answer<LeaseMachine>) -> Verdict<Self::Answer> {
@@ -510,7 +572,10 @@ impl Question<LeaseMachine> for ClaimInLine {
             }
         };
         let look_again_in = reply.clock.remaining(expires_at);
-        Verdict::Pending { answer: Ok(reply), look_again_in }
+        Verdict::Pending {
+            answer: Ok(reply),
+            look_again_in,
+        }
     }
 }
 
@@ -523,7 +588,9 @@ impl Question<LeaseMachine> for EndOf {
     type Answer = Result<Reply<WaitOutcome>, EngineError>;
 
     fn command(&mut self, _is_first: bool) -> Command {
-        Command::Watch { version: self.version }
+        Command::Watch {
+            version: self.version,
+        }
     }
 
     fn judge(&mut self, answer: Answer<LeaseMachine>) -> Verdict<Self::Answer> {
@@ -539,7 +606,10 @@ impl Question<LeaseMachine> for EndOf {
                 self.version = Some(lease.version);
                 let look_again_in = reply.clock.remaining(lease.expires_at);
                 let answer = Ok(reply.map(|_| WaitOutcome::TimedOut(lease)));
-                Verdict::Pending { answer, look_again_in }
+                Verdict::Pending {
+                    answer,
+                    look_again_in,
+                }
             }
         }
     }

@@ -63,11 +63,17 @@ struct Failure {
 
 impl Failure {
     fn configuration(message: impl Into<String>) -> Self {
-        Self { message: message.into(), code: EXIT_CONFIGURATION }
+        Self {
+            message: message.into(),
+            code: EXIT_CONFIGURATION,
+        }
     }
 
     fn other(message: impl Into<String>) -> Self {
-        Self { message: message.into(), code: EXIT_FAILURE }
+        Self {
+            message: message.into(),
+            code: EXIT_FAILURE,
+        }
     }
 }
 
@@ -81,6 +87,7 @@ impl From<OpenError> for Failure {
 }
 
 /// Runs the command line; its errors are one line each.
+#[must_use]
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
@@ -93,7 +100,11 @@ pub fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure { message, code }) => {
-            let _ = writeln!(std::io::stderr(), "fencepost: {}", message.replace('\n', " "));
+            let _ = writeln!(
+                std::io::stderr(),
+                "fencepost: {}",
+                message.replace('\n', " ")
+            );
             ExitCode::from(code)
         }
     }
@@ -112,7 +123,11 @@ fn run(task: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
 
 fn start(config: &Config) -> Result<Dsn, Failure> {
     let is_terminal = std::io::stderr().is_terminal();
-    let by_terminal = if is_terminal { LogFormat::Text } else { LogFormat::Json };
+    let by_terminal = if is_terminal {
+        LogFormat::Text
+    } else {
+        LogFormat::Json
+    };
     let format = config.log_format.unwrap_or(by_terminal);
     telemetry::start_logging(&config.log, format, is_terminal)
         .map_err(|error| Failure::configuration(format!("--log {:?}: {error}", config.log)))?;
@@ -124,9 +139,9 @@ async fn serve(config: Config) -> Result<(), Failure> {
     let stop = CancellationToken::new();
     let metrics = Arc::new(Metrics::default());
     // First the address: if that is taken, the store is better left alone.
-    let listener = TcpListener::bind(config.listen).await.map_err(|error| {
-        Failure::other(format!("cannot listen on {}: {error}", config.listen))
-    })?;
+    let listener = TcpListener::bind(config.listen)
+        .await
+        .map_err(|error| Failure::other(format!("cannot listen on {}: {error}", config.listen)))?;
     let options = CoordinatorOptions {
         migrate: config.migrate == OnOff::On,
         connect_timeout: config.connect_timeout,
@@ -200,7 +215,11 @@ async fn migrate(config: Config) -> Result<(), Failure> {
 
 fn print_document(profile: &str) -> Result<(), Failure> {
     let documents = http::documents();
-    let text = if profile == "3.0" { documents.v3_0 } else { documents.v3_1 };
+    let text = if profile == "3.0" {
+        documents.v3_0
+    } else {
+        documents.v3_1
+    };
     std::io::stdout()
         .write_all(text.as_bytes())
         .map_err(|error| Failure::other(format!("cannot write the document: {error}")))
@@ -216,7 +235,8 @@ async fn check_health(listen: SocketAddr) -> Result<(), Failure> {
     }
     let asking = async {
         let mut stream = TcpStream::connect(address).await?;
-        let request = format!("GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+        let request =
+            format!("GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut reply = String::new();
         stream.read_to_string(&mut reply).await?;

@@ -25,7 +25,9 @@ use super::{Answer, EngineError, Grant, Hub, Limits};
 use crate::domain::ids::Key;
 use crate::domain::version::Version;
 use crate::domain::{At, Decision, Machine};
-use crate::store::{Backend, Link, Loaded, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write};
+use crate::store::{
+    Backend, Link, Loaded, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write,
+};
 use crate::telemetry::{FailureLabels, Metrics};
 
 /// The most commands in one batch.
@@ -63,13 +65,24 @@ impl<M: Machine> Pending<M> {
         deadline: Instant,
         reply: Option<Reply<M>>,
     ) -> Self {
-        Self { key, command, deadline, reply, uncertain: false }
+        Self {
+            key,
+            command,
+            deadline,
+            reply,
+            uncertain: false,
+        }
     }
 
     /// The command that takes back what this one may have granted.
     fn undo(&self) -> Option<Self> {
         let command = M::undo(&self.command)?;
-        Some(Self::new(self.key.clone(), command, Instant::now() + UNDO_FOR, None))
+        Some(Self::new(
+            self.key.clone(),
+            command,
+            Instant::now() + UNDO_FOR,
+            None,
+        ))
     }
 
     fn fail(self, error: EngineError) {
@@ -210,14 +223,21 @@ impl<M: Machine> Shard<M> {
                 Entry::Vacant(at) => {
                     at.insert(groups.len());
                     let key = pending.key.clone();
-                    groups.push(Group { key, commands: vec![pending], tries: 0, due: now });
+                    groups.push(Group {
+                        key,
+                        commands: vec![pending],
+                        tries: 0,
+                        due: now,
+                    });
                 }
             }
         }
         for group in &mut groups {
             let commands = std::mem::take(&mut group.commands);
-            group.commands =
-                commands.into_iter().filter_map(|command| command.still_wanted(now)).collect();
+            group.commands = commands
+                .into_iter()
+                .filter_map(|command| command.still_wanted(now))
+                .collect();
         }
         groups.retain(|group| !group.commands.is_empty());
         groups
@@ -243,7 +263,12 @@ impl<M: Machine> Shard<M> {
             }
         };
         self.away_since = None;
-        let Loaded { rows, now, floor, link } = loaded;
+        let Loaded {
+            rows,
+            now,
+            floor,
+            link,
+        } = loaded;
         let clock = StoreClock { now, sent };
         let decided: Vec<Decided<M>> = groups
             .into_iter()
@@ -277,7 +302,9 @@ impl<M: Machine> Shard<M> {
         let started = Instant::now();
         for pending in group.commands {
             // Callers may have left during the load.
-            let Some(pending) = pending.still_wanted(started) else { continue };
+            let Some(pending) = pending.still_wanted(started) else {
+                continue;
+            };
             let before = current.as_ref();
             let Some(stamp) = Version::next(before.map(|row| row.revision), floor, clock.now)
             else {
@@ -286,7 +313,10 @@ impl<M: Machine> Shard<M> {
                 ));
                 continue;
             };
-            let at = At { now: clock.now, stamp };
+            let at = At {
+                now: clock.now,
+                stamp,
+            };
             match M::apply(before.map(|row| &row.state), &pending.command, at) {
                 Decision::Keep(outcome) => {
                     let revision = before.map_or(0, |row| row.revision.get());
@@ -298,15 +328,28 @@ impl<M: Machine> Shard<M> {
                 }
                 Decision::Write(state, outcome) => {
                     wakes |= M::wakes(before.map(|row| &row.state), &state);
-                    current = Some(Row { revision: stamp, state });
+                    current = Some(Row {
+                        revision: stamp,
+                        state,
+                    });
                     is_written = true;
                     answers.push((pending, outcome, stamp.get()));
                 }
             }
         }
         let row = current.filter(|_| is_written)?;
-        let write = Write { key: group.key.clone(), expected, row };
-        Some(Decided { key: group.key, tries: group.tries, answers, write, wakes })
+        let write = Write {
+            key: group.key.clone(),
+            expected,
+            row,
+        };
+        Some(Decided {
+            key: group.key,
+            tries: group.tries,
+            answers,
+            write,
+            wakes,
+        })
     }
 
     async fn store_writes(&self, link: Link, writes: &[Write<M::State>]) -> Vec<Stored> {
@@ -334,13 +377,19 @@ impl<M: Machine> Shard<M> {
                 self.metrics.write_retries.inc();
                 self.retry(decided, false);
             }
-            Stored::Failed(StoreError::Refused { message, is_transient: false }) => {
+            Stored::Failed(StoreError::Refused {
+                message,
+                is_transient: false,
+            }) => {
                 self.count_failure("store", "refused", &message);
                 for (pending, ..) in decided.answers {
                     pending.fail(EngineError::Internal(Arc::clone(&message)));
                 }
             }
-            Stored::Failed(StoreError::Refused { message, is_transient: true }) => {
+            Stored::Failed(StoreError::Refused {
+                message,
+                is_transient: true,
+            }) => {
                 self.count_failure("store", "refused", &message);
                 self.retry(decided, false);
             }
@@ -364,10 +413,18 @@ impl<M: Machine> Shard<M> {
         let commands = decided
             .answers
             .into_iter()
-            .map(|(pending, ..)| Pending { uncertain: pending.uncertain || is_unknown, ..pending })
+            .map(|(pending, ..)| Pending {
+                uncertain: pending.uncertain || is_unknown,
+                ..pending
+            })
             .collect();
         let Decided { key, tries, .. } = decided;
-        self.park(Group { key, commands, tries: tries + 1, due: Instant::now() });
+        self.park(Group {
+            key,
+            commands,
+            tries: tries + 1,
+            due: Instant::now(),
+        });
     }
 
     fn load_failed(&mut self, groups: Vec<Group<M>>, error: &StoreError) {
@@ -378,9 +435,15 @@ impl<M: Machine> Shard<M> {
             if away_for > PATIENCE {
                 let commands = std::mem::take(&mut group.commands);
                 for pending in commands {
-                    let undo = if pending.uncertain { pending.undo() } else { None };
+                    let undo = if pending.uncertain {
+                        pending.undo()
+                    } else {
+                        None
+                    };
                     if pending.reply.is_some() {
-                        pending.fail(EngineError::unavailable(format!("the store is away: {error}")));
+                        pending.fail(EngineError::unavailable(format!(
+                            "the store is away: {error}"
+                        )));
                         group.commands.extend(undo);
                     } else {
                         group.commands.push(pending);
@@ -414,14 +477,26 @@ impl<M: Machine> Shard<M> {
                 "the store broke off during an earlier try, which may have been applied",
             ));
         }
-        let undo = if M::is_new_grant(&outcome) { pending.undo() } else { None };
+        let undo = if M::is_new_grant(&outcome) {
+            pending.undo()
+        } else {
+            None
+        };
         let Some(reply) = pending.reply else {
             self.metrics.undone_grants.inc();
             return;
         };
-        let grant = undo.map(|undo| Grant { undo: Some(undo), shard: self.sender.clone() });
+        let grant = undo.map(|undo| Grant {
+            undo: Some(undo),
+            shard: self.sender.clone(),
+        });
         // If the caller has gone, the answer comes back and is dropped, and a grant in it undone.
-        let _ = reply.send(Ok(Answer { outcome, clock, revision, grant }));
+        let _ = reply.send(Ok(Answer {
+            outcome,
+            clock,
+            revision,
+            grant,
+        }));
     }
 
     fn wake(&self, key: &Key) {
@@ -431,7 +506,10 @@ impl<M: Machine> Shard<M> {
     }
 
     fn count_failure(&self, operation: &'static str, failure: &'static str, message: &str) {
-        self.metrics.store_failures.get_or_create(&FailureLabels { operation, failure }).inc();
+        self.metrics
+            .store_failures
+            .get_or_create(&FailureLabels { operation, failure })
+            .inc();
         tracing::warn!(operation, failure, message, "store call failed");
     }
 }

@@ -52,12 +52,20 @@ impl Hub {
             cell
         };
         let wakes = cell.wakes.subscribe();
-        Watch { hub: Arc::clone(self), cell, wakes }
+        Watch {
+            hub: Arc::clone(self),
+            cell,
+            wakes,
+        }
     }
 
     /// The keys that are watched now.
     pub fn watched(&self) -> Vec<Key> {
-        lock(&self.cells).values().flatten().map(|cell| cell.key.clone()).collect()
+        lock(&self.cells)
+            .values()
+            .flatten()
+            .map(|cell| cell.key.clone())
+            .collect()
     }
 
     /// Tells what revision a watched key was read at, and wakes its watchers if they went by
@@ -88,7 +96,8 @@ impl Waker for Hub {
 
 impl Cell {
     fn wake(&self) {
-        self.wakes.send_modify(|count| *count = count.wrapping_add(1));
+        self.wakes
+            .send_modify(|count| *count = count.wrapping_add(1));
     }
 
     fn observe(&self, revision: i64) {
@@ -129,7 +138,10 @@ impl Watch {
     pub fn stand_in_line(&self) -> Place {
         let turn = Arc::new(Notify::new());
         lock(&self.cell.line).push_back(Arc::clone(&turn));
-        Place { cell: Arc::clone(&self.cell), turn }
+        Place {
+            cell: Arc::clone(&self.cell),
+            turn,
+        }
     }
 }
 
@@ -159,7 +171,9 @@ pub struct Place {
 impl Place {
     /// Whether nobody is before.
     pub fn is_first(&self) -> bool {
-        lock(&self.cell.line).front().is_some_and(|first| Arc::ptr_eq(first, &self.turn))
+        lock(&self.cell.line)
+            .front()
+            .is_some_and(|first| Arc::ptr_eq(first, &self.turn))
     }
 
     /// Waits until nobody is before.
@@ -173,7 +187,9 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let mut line = lock(&self.cell.line);
-        let was_first = line.front().is_some_and(|first| Arc::ptr_eq(first, &self.turn));
+        let was_first = line
+            .front()
+            .is_some_and(|first| Arc::ptr_eq(first, &self.turn));
         line.retain(|turn| !Arc::ptr_eq(turn, &self.turn));
         if was_first && let Some(next) = line.front() {
             next.notify_one();

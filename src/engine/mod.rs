@@ -129,7 +129,7 @@ pub struct Engine<M: Machine> {
 impl<M: Machine> Engine<M> {
     /// Starts the shards. `hub` receives the wake-ups that come from other replicas.
     pub fn start(
-        store: Arc<dyn Store<M>>,
+        store: &Arc<dyn Store<M>>,
         backend: Arc<dyn Backend>,
         hub: Arc<Hub>,
         limits: Limits,
@@ -142,7 +142,7 @@ impl<M: Machine> Engine<M> {
                 let (sender, incoming) = mpsc::unbounded_channel();
                 let shard = Shard::new(
                     lane,
-                    Arc::clone(&store),
+                    Arc::clone(store),
                     Arc::clone(&backend),
                     Arc::clone(&hub),
                     limits,
@@ -196,7 +196,8 @@ impl<M: Machine> Engine<M> {
     ///
     /// See [`EngineError`].
     pub async fn ask(&self, key: &Key, command: M::Command) -> Result<Answer<M>, EngineError> {
-        self.submit(key, command, Instant::now() + self.limits.request_timeout).await
+        self.submit(key, command, Instant::now() + self.limits.request_timeout)
+            .await
     }
 
     /// Answers every waiting call with [`EngineError::ShuttingDown`], now and from here on.
@@ -220,7 +221,10 @@ impl<M: Machine> Engine<M> {
 
     fn shard(&self, key: &Key) -> &mpsc::UnboundedSender<Pending<M>> {
         let index = key.hash64() % self.shards.len() as u64;
-        #[expect(clippy::cast_possible_truncation, reason = "below the number of shards")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "below the number of shards"
+        )]
         &self.shards[index as usize]
     }
 }

@@ -47,7 +47,6 @@ pub enum Verdict<A> {
     },
 }
 
-
 impl<M: Machine> Engine<M> {
     /// Asks until the answer is final or `wait` is over. With `in_line`, callers for one key take
     /// turns in the order of their arrival at this replica.
@@ -77,7 +76,10 @@ impl<M: Machine> Engine<M> {
             watch.observe(answer.revision);
             let (answer, look_again_in) = match question.judge(answer) {
                 Verdict::Final(answer) => return Ok(answer),
-                Verdict::Pending { answer, look_again_in } => (answer, look_again_in),
+                Verdict::Pending {
+                    answer,
+                    look_again_in,
+                } => (answer, look_again_in),
             };
             if is_out_of_time {
                 return Ok(answer);

@@ -148,7 +148,14 @@ async fn claim_lease(
     Extension(received): Extension<Received>,
     Strict(request): Strict<ClaimLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let ClaimLeaseRequest { key, owner_id, ttl_ms, attempt_id, wait_ms, metadata } = request;
+    let ClaimLeaseRequest {
+        key,
+        owner_id,
+        ttl_ms,
+        attempt_id,
+        wait_ms,
+        metadata,
+    } = request;
     let claim = ClaimRequest {
         owner_id,
         ttl: ttl_ms,
@@ -156,7 +163,11 @@ async fn claim_lease(
         metadata: metadata.map(|Metadata(text)| text),
         wait: wait_ms.map_or(Duration::ZERO, WaitMs::duration),
     };
-    let reply = app.coordinator.leases().claim(&namespace(), &key, claim).await?;
+    let reply = app
+        .coordinator
+        .leases()
+        .claim(&namespace(), &key, claim)
+        .await?;
     // From here on nothing waits, so the reply is on its way to the connection.
     let (outcome, clock) = reply.keep();
     let elapsed_ms = received.elapsed_ms();
@@ -251,9 +262,18 @@ async fn renew_lease(
     Extension(received): Extension<Received>,
     Strict(request): Strict<RenewLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let RenewLeaseRequest { key, owner_id, version, ttl_ms } = request;
+    let RenewLeaseRequest {
+        key,
+        owner_id,
+        version,
+        ttl_ms,
+    } = request;
     let reference = Reference { owner_id, version };
-    let reply = app.coordinator.leases().renew(&namespace(), &key, reference, ttl_ms).await?;
+    let reply = app
+        .coordinator
+        .leases()
+        .renew(&namespace(), &key, reference, ttl_ms)
+        .await?;
     match reply.keep() {
         (RenewOutcome::Renewed(lease), clock) => Ok(ok(RenewLeaseResult {
             outcome: "renewed",
@@ -342,12 +362,22 @@ async fn renew_many_leases(
     Extension(received): Extension<Received>,
     Strict(request): Strict<RenewManyLeasesRequest>,
 ) -> Result<Response, Problem> {
-    let RenewManyLeasesRequest { owner_id, ttl_ms, items } = request;
+    let RenewManyLeasesRequest {
+        owner_id,
+        ttl_ms,
+        items,
+    } = request;
     let renewals = items.iter().map(|item| {
-        let reference = Reference { owner_id: owner_id.clone(), version: item.version };
+        let reference = Reference {
+            owner_id: owner_id.clone(),
+            version: item.version,
+        };
         let app = &app;
         async move {
-            app.coordinator.leases().renew(&namespace(), &item.key, reference, ttl_ms).await
+            app.coordinator
+                .leases()
+                .renew(&namespace(), &item.key, reference, ttl_ms)
+                .await
         }
     });
     let replies = join_all(renewals).await;
@@ -424,11 +454,21 @@ async fn release_lease(
     State(app): State<Arc<App>>,
     Strict(request): Strict<ReleaseLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let ReleaseLeaseRequest { key, owner_id, version } = request;
+    let ReleaseLeaseRequest {
+        key,
+        owner_id,
+        version,
+    } = request;
     let reference = Reference { owner_id, version };
-    let reply = app.coordinator.leases().release(&namespace(), &key, reference).await?;
+    let reply = app
+        .coordinator
+        .leases()
+        .release(&namespace(), &key, reference)
+        .await?;
     match reply.keep() {
-        (ReleaseOutcome::Released, _) => Ok(ok(ReleaseLeaseResult { outcome: "released" })),
+        (ReleaseOutcome::Released, _) => Ok(ok(ReleaseLeaseResult {
+            outcome: "released",
+        })),
         (ReleaseOutcome::Stale(stale), clock) => Err(stale_problem(&stale, clock)),
     }
 }
@@ -494,15 +534,28 @@ async fn wait_for_lease(
     Extension(received): Extension<Received>,
     Strict(request): Strict<WaitForLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let WaitForLeaseRequest { key, version, wait_ms } = request;
+    let WaitForLeaseRequest {
+        key,
+        version,
+        wait_ms,
+    } = request;
     let wait = wait_ms.unwrap_or(DEFAULT_WAIT).duration();
-    let reply = app.coordinator.leases().wait(&namespace(), &key, version, wait).await?;
+    let reply = app
+        .coordinator
+        .leases()
+        .wait(&namespace(), &key, version, wait)
+        .await?;
     let (outcome, clock) = reply.keep();
     let (outcome, reason, holder) = match &outcome {
         WaitOutcome::Over(reason) => ("released", Some(over_reason(*reason)), None),
         WaitOutcome::TimedOut(lease) => ("timed_out", None, Some(Holder::new(lease, clock))),
     };
-    Ok(ok(WaitForLeaseResult { outcome, reason, holder, elapsed_ms: received.elapsed_ms() }))
+    Ok(ok(WaitForLeaseResult {
+        outcome,
+        reason,
+        holder,
+        elapsed_ms: received.elapsed_ms(),
+    }))
 }
 
 const fn over_reason(reason: OverReason) -> &'static str {
@@ -560,9 +613,16 @@ async fn verify_lease(
     Strict(request): Strict<VerifyLeaseRequest>,
 ) -> Result<Response, Problem> {
     let VerifyLeaseRequest { key, version } = request;
-    let verdict = app.coordinator.leases().verify(&namespace(), &key, version).await?;
+    let verdict = app
+        .coordinator
+        .leases()
+        .verify(&namespace(), &key, version)
+        .await?;
     Ok(ok(match verdict {
-        Ok(()) => VerifyLeaseResult { outcome: "current", current_version: None },
+        Ok(()) => VerifyLeaseResult {
+            outcome: "current",
+            current_version: None,
+        },
         Err(current) => VerifyLeaseResult {
             outcome: "stale",
             current_version: current.map(Version::get),
@@ -644,7 +704,12 @@ async fn get_lease_state(
     State(app): State<Arc<App>>,
     StrictQuery(query): StrictQuery<GetLeaseStateQuery>,
 ) -> Result<Response, Problem> {
-    let (lease, clock) = app.coordinator.leases().state(&namespace(), &query.key).await?.keep();
+    let (lease, clock) = app
+        .coordinator
+        .leases()
+        .state(&namespace(), &query.key)
+        .await?
+        .keep();
     Ok(ok(LeaseState::new(&query.key, lease.as_ref(), clock)))
 }
 
@@ -711,7 +776,12 @@ async fn list_leases(
     State(app): State<Arc<App>>,
     StrictQuery(query): StrictQuery<ListLeasesQuery>,
 ) -> Result<Response, Problem> {
-    let ListLeasesQuery { prefix, state, limit, page_token } = query;
+    let ListLeasesQuery {
+        prefix,
+        state,
+        limit,
+        page_token,
+    } = query;
     let page = app
         .coordinator
         .leases()
@@ -725,7 +795,9 @@ async fn list_leases(
         .await?;
     let items = page.items.iter();
     Ok(ok(ListLeasesResult {
-        items: items.map(|(key, lease)| LeaseState::new(key, Some(lease), page.clock)).collect(),
+        items: items
+            .map(|(key, lease)| LeaseState::new(key, Some(lease), page.clock))
+            .collect(),
         next_page_token: page.next.map(|name| PageToken(name).to_string()),
     }))
 }
@@ -778,8 +850,16 @@ async fn force_release_lease(
     Extension(received): Extension<Received>,
     Strict(request): Strict<ForceReleaseLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let ForceReleaseLeaseRequest { key, reason, version } = request;
-    let reply = app.coordinator.leases().force_release(&namespace(), &key, version).await?;
+    let ForceReleaseLeaseRequest {
+        key,
+        reason,
+        version,
+    } = request;
+    let reply = app
+        .coordinator
+        .leases()
+        .force_release(&namespace(), &key, version)
+        .await?;
     let (outcome, version) = match reply.keep() {
         (ForceReleaseOutcome::Released(version), _) => ("released", Some(version.get())),
         (ForceReleaseOutcome::NotHeld, _) => ("not_held", None),
@@ -802,7 +882,9 @@ fn namespace() -> Namespace {
 }
 
 fn stale_problem(stale: &crate::domain::lease::Stale, clock: StoreClock) -> Problem {
-    let is_held =
-        stale.current.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
+    let is_held = stale
+        .current
+        .as_ref()
+        .is_some_and(|lease| lease.is_held(clock.estimate()));
     Problem::stale_lease(stale, is_held)
 }

@@ -12,7 +12,7 @@ use utoipa::openapi::schema::{ObjectBuilder, Type};
 use utoipa::openapi::{ContentBuilder, Ref, RefOr, Response};
 use utoipa::{IntoResponses, OpenApi};
 
-use super::problem::Problem;
+use super::problem::ProblemBody;
 
 #[derive(OpenApi)]
 #[openapi(
@@ -31,7 +31,7 @@ use super::problem::Problem;
         (name = "leases", description = "Who may do the downstream work for a key"),
         (name = "operations", description = "Health, limits and figures of the service")
     ),
-    components(schemas(Problem))
+    components(schemas(ProblemBody))
 )]
 pub(super) struct Api;
 
@@ -47,13 +47,19 @@ pub(super) struct OwnershipLost;
 fn problem(description: &str, with_retry_after: bool) -> RefOr<Response> {
     let header = |kind, description: &str| {
         let schema = ObjectBuilder::new().schema_type(kind).build();
-        HeaderBuilder::new().schema(Some(schema)).description(Some(description)).build()
+        HeaderBuilder::new()
+            .schema(Some(schema))
+            .description(Some(description))
+            .build()
     };
     let schema = Ref::from_schema_name("Problem");
     let mut response = ResponseBuilder::new()
         .description(description)
         .content(PROBLEM, ContentBuilder::new().schema(Some(schema)).build())
-        .header("X-Request-Id", header(Type::String, "As sent by the caller, else made up"));
+        .header(
+            "X-Request-Id",
+            header(Type::String, "As sent by the caller, else made up"),
+        );
     if with_retry_after {
         let retry_after = header(Type::Integer, "Whole seconds, at least 1");
         response = response.header("Retry-After", retry_after);
@@ -69,8 +75,10 @@ fn problems(of: &[(&str, &str)]) -> BTreeMap<String, RefOr<Response>> {
         .collect()
 }
 
-const INVALID: (&str, &str) =
-    ("400", "`invalid_json` or `invalid_request`: the request is wrong; `errors` names each member.");
+const INVALID: (&str, &str) = (
+    "400",
+    "`invalid_json` or `invalid_request`: the request is wrong; `errors` names each member.",
+);
 const INTERNAL: (&str, &str) = ("500", "`internal`: a bug; the log has more.");
 const AWAY: (&str, &str) = (
     "503",
@@ -83,7 +91,10 @@ impl IntoResponses for Problems {
         problems(&[
             INVALID,
             ("413", "`payload_too_large`: nothing was changed."),
-            ("415", "`unsupported_media_type`: send `content-type: application/json`."),
+            (
+                "415",
+                "`unsupported_media_type`: send `content-type: application/json`.",
+            ),
             INTERNAL,
             AWAY,
         ])
@@ -98,7 +109,10 @@ impl IntoResponses for ReadProblems {
 
 impl IntoResponses for OwnershipLost {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
-        problems(&[("409", "`stale_lease`: the caller does not hold the key; `reason` tells why.")])
+        problems(&[(
+            "409",
+            "`stale_lease`: the caller does not hold the key; `reason` tells why.",
+        )])
     }
 }
 
@@ -116,7 +130,9 @@ impl Documents {
         let mut document = serde_json::to_value(api).unwrap_or_default();
         document["security"] = json!([]);
         if let Some(schemas) = document["components"]["schemas"].as_object_mut() {
-            let requests = schemas.iter_mut().filter(|(name, _)| name.ends_with("Request"));
+            let requests = schemas
+                .iter_mut()
+                .filter(|(name, _)| name.ends_with("Request"));
             requests.for_each(|(_, schema)| schema["additionalProperties"] = json!(false));
         }
         tidy(&mut document);

@@ -65,7 +65,9 @@ impl<'a> Fields<'a> {
                 Problem::invalid_json(format!("the body is not JSON: {error}"))
             }
         })?;
-        let members = members.into_iter().map(|(name, raw)| (name, Value::Json(raw)));
+        let members = members
+            .into_iter()
+            .map(|(name, raw)| (name, Value::Json(raw)));
         Ok(Self::without_duplicates(members))
     }
 
@@ -75,7 +77,10 @@ impl<'a> Fields<'a> {
     }
 
     fn without_duplicates(members: impl Iterator<Item = (Cow<'a, str>, Value<'a>)>) -> Self {
-        let mut fields = Self { members: Vec::new(), errors: Vec::new() };
+        let mut fields = Self {
+            members: Vec::new(),
+            errors: Vec::new(),
+        };
         for (name, value) in members {
             if fields.members.iter().any(|(known, _)| *known == name) {
                 fields.error(&name, "given twice");
@@ -92,7 +97,10 @@ impl<'a> Fields<'a> {
     fn error(&mut self, field: &str, message: impl Into<String>) {
         if self.errors.len() < MAX_ERRORS {
             let field = field.chars().take(100).collect();
-            self.errors.push(FieldError { field, message: message.into() });
+            self.errors.push(FieldError {
+                field,
+                message: message.into(),
+            });
         }
     }
 
@@ -111,7 +119,10 @@ impl<'a> Fields<'a> {
     }
 
     /// A member that may be left out, or `null`; `None` if it is wrong.
-    #[expect(clippy::option_option, reason = "wrong and absent are different things")]
+    #[expect(
+        clippy::option_option,
+        reason = "wrong and absent are different things"
+    )]
     pub(super) fn optional<T: Field>(&mut self, name: &str) -> Option<Option<T>> {
         let parsed = match self.take(name) {
             None => return Some(None),
@@ -139,7 +150,10 @@ impl<'a> Fields<'a> {
             return None;
         };
         if raws.is_empty() || raws.len() > MAX_ITEMS {
-            self.error(name, format!("must have 1 to {MAX_ITEMS} items, got {}", raws.len()));
+            self.error(
+                name,
+                format!("must have 1 to {MAX_ITEMS} items, got {}", raws.len()),
+            );
             return None;
         }
         let mut items = Vec::with_capacity(raws.len());
@@ -169,8 +183,11 @@ const MAX_ERRORS: usize = 20;
 fn read<T: Members>(fields: Result<Fields<'_>, Problem>) -> Result<T, Problem> {
     let mut fields = fields?;
     let request = T::read(&mut fields);
-    let unknown: Vec<String> =
-        fields.members.iter().map(|(name, _)| name.clone().into_owned()).collect();
+    let unknown: Vec<String> = fields
+        .members
+        .iter()
+        .map(|(name, _)| name.clone().into_owned())
+        .collect();
     for name in unknown {
         fields.error(&name, "unknown");
     }
@@ -221,7 +238,10 @@ impl<S: Sync, T: Members> FromRequest<S> for Strict<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _state: &S) -> Result<Self, Problem> {
-        let media_type = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        let media_type = request
+            .headers()
+            .get(CONTENT_TYPE)
+            .and_then(|value| value.to_str().ok());
         let essence = media_type.map(|text| text.split(';').next().unwrap_or_default().trim());
         if !essence.is_some_and(|essence| essence.eq_ignore_ascii_case("application/json")) {
             return Err(Problem::unsupported_media_type());
@@ -250,7 +270,10 @@ impl<S: Sync, T: Members> FromRequestParts<S> for StrictQuery<T> {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
-        read(Ok(Fields::from_query(parts.uri.query().unwrap_or_default()))).map(Self)
+        read(Ok(Fields::from_query(
+            parts.uri.query().unwrap_or_default(),
+        )))
+        .map(Self)
     }
 }
 
@@ -284,12 +307,19 @@ macro_rules! text_field {
     };
 }
 
-text_field!(Name, |text: &str| Self::new(text).map_err(|error| error.to_string()));
-text_field!(OwnerId, |text: &str| Self::new(text).map_err(|error| error.to_string()));
-text_field!(Reason, |text: &str| Self::new(text).map_err(|error| error.to_string()));
+text_field!(Name, |text: &str| Self::new(text)
+    .map_err(|error| error.to_string()));
+text_field!(OwnerId, |text: &str| Self::new(text)
+    .map_err(|error| error.to_string()));
+text_field!(Reason, |text: &str| Self::new(text)
+    .map_err(|error| error.to_string()));
 text_field!(Uuid, |text: &str| {
     // The library reads other spellings, too; one identity should have one.
-    let parsed = if text.len() == 36 { Self::try_parse(text).ok() } else { None };
+    let parsed = if text.len() == 36 {
+        Self::try_parse(text).ok()
+    } else {
+        None
+    };
     parsed.ok_or_else(|| "must be a UUID such as 0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00".to_owned())
 });
 
@@ -334,8 +364,12 @@ impl Limit {
 
 integer_field!(Ttl, Self::MIN_MS, Self::MAX_MS, Self::from_millis);
 integer_field!(Version, 1, Self::MAX, Self::new);
-integer_field!(WaitMs, 0, i64::from(Self::MAX), |ms| u32::try_from(ms).ok().map(Self));
-integer_field!(Limit, 1, i64::from(Self::MAX), |n| u32::try_from(n).ok().map(Self));
+integer_field!(WaitMs, 0, i64::from(Self::MAX), |ms| u32::try_from(ms)
+    .ok()
+    .map(Self));
+integer_field!(Limit, 1, i64::from(Self::MAX), |n| u32::try_from(n)
+    .ok()
+    .map(Self));
 
 /// A JSON object of strings, kept as its text.
 pub(super) struct Metadata(pub(super) String);
@@ -359,7 +393,9 @@ impl Field for Metadata {
         let encoded = serde_json::Value::from(texts).to_string();
         if encoded.len() > Self::MAX_BYTES {
             let (max, got) = (Self::MAX_BYTES, encoded.len());
-            return Err(format!("must be at most {max} bytes as compact JSON, got {got}"));
+            return Err(format!(
+                "must be at most {max} bytes as compact JSON, got {got}"
+            ));
         }
         Ok(Self(encoded))
     }
@@ -451,14 +487,21 @@ mod tests {
                 let code = problem.code();
                 let errors = problem.into_errors().into_iter();
                 let fields: Vec<String> = errors.map(|error| error.field).collect();
-                if fields.is_empty() { vec![code.to_owned()] } else { fields }
+                if fields.is_empty() {
+                    vec![code.to_owned()]
+                } else {
+                    fields
+                }
             }
         }
     }
 
     #[test]
     fn every_wrong_member_is_named() {
-        assert_eq!(errors(r#"{"ttl_ms":1.0,"other":1}"#), ["key", "ttl_ms", "other"]);
+        assert_eq!(
+            errors(r#"{"ttl_ms":1.0,"other":1}"#),
+            ["key", "ttl_ms", "other"]
+        );
         assert_eq!(errors(r#"{"key":"a","key":"a"}"#), ["key"]);
         assert_eq!(errors(r#"{"key":7,"ttl_ms":"500"}"#), ["key", "ttl_ms"]);
     }
@@ -472,8 +515,19 @@ mod tests {
 
     #[test]
     fn numbers_that_are_not_integers_in_range_are_refused() {
-        for number in ["-0", "1e3", "1.0", "99", "86400001", "18446744073709551616", "true"] {
-            assert_eq!(errors(&format!(r#"{{"key":"a","ttl_ms":{number}}}"#)), ["ttl_ms"]);
+        for number in [
+            "-0",
+            "1e3",
+            "1.0",
+            "99",
+            "86400001",
+            "18446744073709551616",
+            "true",
+        ] {
+            assert_eq!(
+                errors(&format!(r#"{{"key":"a","ttl_ms":{number}}}"#)),
+                ["ttl_ms"]
+            );
         }
     }
 

@@ -14,9 +14,8 @@ use crate::domain::lease::Lease;
 use crate::domain::time::Timestamp;
 use crate::store::StoreClock;
 
-const RFC_3339_MILLIS: &[BorrowedFormatItem<'_>] = format_description!(
-    "[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z"
-);
+const RFC_3339_MILLIS: &[BorrowedFormatItem<'_>] =
+    format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
 
 /// RFC 3339 in UTC with milliseconds.
 pub(super) fn instant(at: Timestamp) -> String {
@@ -32,7 +31,10 @@ pub(super) fn millis(duration: std::time::Duration) -> i64 {
 
 /// Metadata as it was stored. What is not JSON, which only a hand-edited row can hold, is left out.
 pub(super) fn metadata(lease: &Lease) -> Option<Box<RawValue>> {
-    lease.metadata.clone().and_then(|text| RawValue::from_string(text).ok())
+    lease
+        .metadata
+        .clone()
+        .and_then(|text| RawValue::from_string(text).ok())
 }
 
 /// When a polling caller should ask again: within a second, at a random moment, so that callers

@@ -74,10 +74,20 @@ fn store_rows<S: Clone>(
         .collect()
 }
 
-fn list_rows<S: Clone>(table: &BTreeMap<Key, Row<S>>, query: &ListQuery) -> Vec<(super::Name, Row<S>)> {
+fn list_rows<S: Clone>(
+    table: &BTreeMap<Key, Row<S>>,
+    query: &ListQuery,
+) -> Vec<(super::Name, Row<S>)> {
     let first = super::Name::from_stored(query.prefix.as_str());
-    let first = query.after.clone().map_or(first.clone(), |after| after.max(first));
-    let from = Key { kind: query.kind, namespace: query.namespace.clone(), name: first };
+    let first = query
+        .after
+        .clone()
+        .map_or(first.clone(), |after| after.max(first));
+    let from = Key {
+        kind: query.kind,
+        namespace: query.namespace.clone(),
+        name: first,
+    };
     table
         .range(from..)
         .take_while(|(key, _)| {
@@ -102,25 +112,26 @@ impl Store<LeaseMachine> for MemoryStore {
         Ok(Loaded {
             // Under the lock, so that time and rows are of the same moment.
             now: self.clock.now(),
-            rows: keys.iter().map(|key| tables.leases.get(key).cloned()).collect(),
+            rows: keys
+                .iter()
+                .map(|key| tables.leases.get(key).cloned())
+                .collect(),
             floor: tables.floor,
             link: Link::default(),
         })
     }
 
-    async fn store(
-        &self,
-        _lane: usize,
-        _link: Link,
-        writes: &[Write<Lease>],
-    ) -> Vec<Stored> {
+    async fn store(&self, _lane: usize, _link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
         let Tables { floor, leases } = &mut *self.tables();
         store_rows(leases, *floor, writes)
     }
 
     async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
         let tables = self.tables();
-        Ok(Listed { now: self.clock.now(), rows: list_rows(&tables.leases, &query) })
+        Ok(Listed {
+            now: self.clock.now(),
+            rows: list_rows(&tables.leases, &query),
+        })
     }
 }
 

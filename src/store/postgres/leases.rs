@@ -8,6 +8,7 @@ use super::link::micros;
 use crate::domain::ids::{Key, Name};
 use crate::domain::lease::Lease;
 use crate::domain::time::Timestamp;
+use crate::domain::version::Version;
 use crate::store::columns::{LeaseColumns, kind_number, status_number};
 use crate::store::{ListQuery, Row, Write};
 
@@ -203,7 +204,7 @@ async fn write(
         .bind(column(writes, |w| kind_number(w.key.kind)))
         .bind(texts(|w| w.key.namespace.as_str()))
         .bind(texts(|w| w.key.name.as_str()))
-        .bind(column(writes, |w| w.expected.map(|revision| revision.get())))
+        .bind(column(writes, |w| w.expected.map(Version::get)))
         .bind(column(writes, |w| w.row.revision.get()))
         .bind(column(writes, |w| w.row.state.version.get()))
         .bind(column(writes, |w| status_number(w.row.state.status)))
@@ -213,8 +214,15 @@ async fn write(
         .bind(column(writes, |w| w.row.state.ttl.as_millis()))
         .bind(column(writes, |w| w.row.state.acquired_at.as_micros()))
         .bind(column(writes, |w| w.row.state.expires_at.as_micros()))
-        .bind(column(writes, |w| w.row.state.recovered_from.map(|version| version.get())))
-        .bind(writes.iter().map(|w| w.row.state.metadata.as_deref()).collect::<Vec<_>>())
+        .bind(column(writes, |w| {
+            w.row.state.recovered_from.map(Version::get)
+        }))
+        .bind(
+            writes
+                .iter()
+                .map(|w| w.row.state.metadata.as_deref())
+                .collect::<Vec<_>>(),
+        )
         .fetch_all(connection)
         .await
 }
@@ -246,7 +254,11 @@ pub(super) async fn insert(
     Ok(writes
         .iter()
         .map(|Write { key, .. }| {
-            let key = (kind_number(key.kind), key.namespace.as_str(), key.name.as_str());
+            let key = (
+                kind_number(key.kind),
+                key.namespace.as_str(),
+                key.name.as_str(),
+            );
             accepted.contains(&key)
         })
         .collect())
@@ -266,7 +278,10 @@ pub(super) async fn list(
         .await?;
     let now = match found.first() {
         Some(row) => row.try_get(1)?,
-        None => sqlx::query(NOW).fetch_one(&mut *connection).await?.try_get(0)?,
+        None => sqlx::query(NOW)
+            .fetch_one(&mut *connection)
+            .await?
+            .try_get(0)?,
     };
     let rows = found
         .iter()

@@ -101,7 +101,11 @@ impl Servers {
                 }
                 Err(reason) => {
                     let options = &self.options[index];
-                    reasons.push(format!("{}:{}: {reason}", options.get_host(), options.get_port()));
+                    reasons.push(format!(
+                        "{}:{}: {reason}",
+                        options.get_host(),
+                        options.get_port()
+                    ));
                 }
             }
         }
@@ -111,7 +115,10 @@ impl Servers {
     async fn connect_to(&self, options: &PgConnectOptions) -> Result<Linked, String> {
         let opened = async {
             let mut connection = options.connect().await?;
-            let row = sqlx::query(INSPECT).persistent(false).fetch_one(&mut connection).await?;
+            let row = sqlx::query(INSPECT)
+                .persistent(false)
+                .fetch_one(&mut connection)
+                .await?;
             Ok::<_, sqlx::Error>((connection, row))
         };
         let (mut connection, row) = timeout(CONNECT_TIMEOUT, opened)
@@ -125,12 +132,20 @@ impl Servers {
         };
         let system: i64 = row.try_get(2).map_err(read)?;
         self.check_timeline(system, timeline)?;
-        timeout(CONNECT_TIMEOUT, sqlx::raw_sql(SESSION).execute(&mut connection))
-            .await
-            .map_err(|_| "no answer within 2 s".to_owned())?
-            .map_err(|error| error.to_string())?;
+        timeout(
+            CONNECT_TIMEOUT,
+            sqlx::raw_sql(SESSION).execute(&mut connection),
+        )
+        .await
+        .map_err(|_| "no answer within 2 s".to_owned())?
+        .map_err(|error| error.to_string())?;
         let link = Link(self.next_link.fetch_add(1, Ordering::Relaxed));
-        Ok(Linked { link, connection, timeline, system })
+        Ok(Linked {
+            link,
+            connection,
+            timeline,
+            system,
+        })
     }
 
     /// Refuses a server on an older timeline than one already seen: an old primary that does not
@@ -180,7 +195,11 @@ impl Servers {
         let timeline = (linked.system, linked.timeline);
         let recorded = |insert: bool| {
             let mut known = self.recorded.lock().unwrap_or_else(PoisonError::into_inner);
-            if insert { known.insert(timeline) } else { known.contains(&timeline) }
+            if insert {
+                known.insert(timeline)
+            } else {
+                known.contains(&timeline)
+            }
         };
         if recorded(false) {
             return Ok(());
@@ -219,7 +238,9 @@ impl Servers {
             }
             transaction.commit().await
         };
-        recording.await.map_err(|error: sqlx::Error| StoreError::Away(explain(&error)))?;
+        recording
+            .await
+            .map_err(|error: sqlx::Error| StoreError::Away(explain(&error)))?;
         recorded(true);
         Ok(())
     }
@@ -227,7 +248,9 @@ impl Servers {
 
 /// Whether the server is, or has become, a standby.
 pub(super) async fn is_standby(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
-    sqlx::query_scalar("SELECT pg_is_in_recovery()").fetch_one(connection).await
+    sqlx::query_scalar("SELECT pg_is_in_recovery()")
+        .fetch_one(connection)
+        .await
 }
 
 /// A time of the server, in the service's own terms.
@@ -237,7 +260,11 @@ pub(super) fn micros(time: OffsetDateTime) -> Timestamp {
 }
 
 fn explain(error: &sqlx::Error) -> std::sync::Arc<str> {
-    match error.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() {
+    match error
+        .as_database_error()
+        .and_then(sqlx::error::DatabaseError::code)
+        .as_deref()
+    {
         Some("42P01" | "3F000") => {
             "the database has no tables of Fencepost: run `fencepost migrate`".into()
         }
@@ -249,8 +276,9 @@ fn explain(error: &sqlx::Error) -> std::sync::Arc<str> {
 /// What an error means for the statement that met it, and whether the link is still good.
 pub(super) fn classify(error: &sqlx::Error, is_write: bool) -> (StoreError, bool) {
     let message = explain(error);
-    let database =
-        error.as_database_error().and_then(|e| e.try_downcast_ref::<PgDatabaseError>());
+    let database = error
+        .as_database_error()
+        .and_then(|e| e.try_downcast_ref::<PgDatabaseError>());
     match database {
         // A server that became read-only is a server that went away.
         Some(error) if error.code() == "25006" => (StoreError::Away(message), false),
@@ -260,7 +288,13 @@ pub(super) fn classify(error: &sqlx::Error, is_write: bool) -> (StoreError, bool
             let class = &error.code()[..2];
             let is_transient =
                 matches!(class, "40" | "53" | "55" | "57" | "58") || error.code() == "42P01";
-            (StoreError::Refused { message, is_transient }, true)
+            (
+                StoreError::Refused {
+                    message,
+                    is_transient,
+                },
+                true,
+            )
         }
         _ if is_write => (StoreError::Unknown(message), false),
         _ => (StoreError::Away(message), false),

@@ -80,7 +80,10 @@ fn parse(url: &str) -> Result<PgConnectOptions, OpenError> {
 }
 
 fn parse_all(urls: &[String]) -> Result<Arc<Servers>, OpenError> {
-    let options = urls.iter().map(|url| parse(url)).collect::<Result<Vec<_>, _>>()?;
+    let options = urls
+        .iter()
+        .map(|url| parse(url))
+        .collect::<Result<Vec<_>, _>>()?;
     Ok(Arc::new(Servers::new(options)))
 }
 
@@ -108,13 +111,19 @@ fn migrations() -> sqlx::migrate::Migrator {
 
 /// Makes sure that the tables are there.
 async fn prepare(servers: &Servers, migrate: bool) -> Result<(), OpenError> {
-    let mut linked = servers.connect_unprepared().await.map_err(|error| unreachable(&error))?;
+    let mut linked = servers
+        .connect_unprepared()
+        .await
+        .map_err(|error| unreachable(&error))?;
     let connection = &mut linked.connection;
     let migrations = migrations();
     let failed = |error: &dyn std::fmt::Display| {
         OpenError::Configuration(format!("cannot create the tables of Fencepost: {error}"))
     };
-    if is_current(connection, &migrations).await.map_err(|error| failed(&error))? {
+    if is_current(connection, &migrations)
+        .await
+        .map_err(|error| failed(&error))?
+    {
         return Ok(());
     }
     if !migrate {
@@ -134,8 +143,12 @@ async fn prepare(servers: &Servers, migrate: bool) -> Result<(), OpenError> {
             .bind(MIGRATION_LOCK)
             .execute(&mut *transaction)
             .await?;
-        sqlx::raw_sql("CREATE SCHEMA IF NOT EXISTS fencepost").execute(&mut *transaction).await?;
-        migrations.run_direct(None, &mut *transaction, false).await?;
+        sqlx::raw_sql("CREATE SCHEMA IF NOT EXISTS fencepost")
+            .execute(&mut *transaction)
+            .await?;
+        migrations
+            .run_direct(None, &mut *transaction, false)
+            .await?;
         transaction.commit().await?;
         Ok::<_, sqlx::migrate::MigrateError>(())
     };
@@ -156,7 +169,9 @@ async fn is_current(
     let applied: Vec<i64> = sqlx::query_scalar("SELECT version FROM fencepost.migrations")
         .fetch_all(connection)
         .await?;
-    Ok(migrations.iter().all(|migration| applied.contains(&migration.version)))
+    Ok(migrations
+        .iter()
+        .all(|migration| applied.contains(&migration.version)))
 }
 
 impl PostgresStore {
@@ -176,11 +191,14 @@ impl PostgresStore {
     ) -> Result<Self, OpenError> {
         let servers = parse_all(urls)?;
         prepare(&servers, migrate).await?;
-        let first = servers.connect().await.map_err(|error| unreachable(&error))?;
+        let first = servers
+            .connect()
+            .await
+            .map_err(|error| unreachable(&error))?;
         let mut lanes: Vec<Slot> = (0..LANES).map(|_| Mutex::default()).collect();
         lanes[0] = Mutex::new(Some(first));
         let stop = CancellationToken::new();
-        let wakes = Arc::new(Wakes {
+        let traffic = Arc::new(Wakes {
             servers: Arc::clone(&servers),
             notify_options: notify_url.map(parse).transpose()?,
             replica: format!("{:016x}", rand::random::<u64>()),
@@ -191,8 +209,8 @@ impl PostgresStore {
         });
         let (messages, outgoing) = mpsc::unbounded_channel();
         let tasks = TaskTracker::new();
-        spawn_vital(&tasks, Arc::clone(&wakes).notify(outgoing));
-        spawn_vital(&tasks, Arc::clone(&wakes).listen(messages.clone()));
+        spawn_vital(&tasks, Arc::clone(&traffic).notify(outgoing));
+        spawn_vital(&tasks, Arc::clone(&traffic).listen(messages.clone()));
         if servers.count() > 1 {
             spawn_vital(&tasks, survey(Arc::clone(&servers), stop.clone()));
         }
@@ -201,7 +219,7 @@ impl PostgresStore {
             lanes,
             reads: Mutex::default(),
             cleaning: Mutex::default(),
-            wakes,
+            wakes: traffic,
             messages,
             tasks,
             stop,
@@ -236,7 +254,12 @@ impl Store<LeaseMachine> for PostgresStore {
                 let (now, floor) = (surroundings.now, surroundings.floor);
                 let link = linked.link;
                 *slot = Some(linked);
-                Ok(Loaded { rows, now, floor, link })
+                Ok(Loaded {
+                    rows,
+                    now,
+                    floor,
+                    link,
+                })
             }
             Err(error) => {
                 let (error, is_usable) = classify(&error, false);
@@ -253,8 +276,9 @@ impl Store<LeaseMachine> for PostgresStore {
         let mut linked = slot.take().filter(|linked| linked.link == link);
         let mut results = vec![Stored::NotAccepted; writes.len()];
         for is_update in [true, false] {
-            let chosen: Vec<usize> =
-                (0..writes.len()).filter(|&i| writes[i].expected.is_some() == is_update).collect();
+            let chosen: Vec<usize> = (0..writes.len())
+                .filter(|&i| writes[i].expected.is_some() == is_update)
+                .collect();
             store_chosen(&mut linked, is_update, writes, &chosen, &mut results).await;
         }
         *slot = linked;
@@ -270,7 +294,9 @@ impl Store<LeaseMachine> for PostgresStore {
                 Ok(Listed { rows, now })
             }
             Ok(Err(error)) => Err(classify(&error, false).0),
-            Err(_) => Err(StoreError::Away("the database did not answer in time".into())),
+            Err(_) => Err(StoreError::Away(
+                "the database did not answer in time".into(),
+            )),
         }
     }
 }
@@ -305,7 +331,11 @@ async fn store_chosen(
             Ok(accepted) => {
                 *slot = Some(linked);
                 for (&i, accepted) in group.iter().zip(accepted) {
-                    results[i] = if accepted { Stored::Accepted } else { Stored::NotAccepted };
+                    results[i] = if accepted {
+                        Stored::Accepted
+                    } else {
+                        Stored::NotAccepted
+                    };
                 }
             }
             Err(error) => {
@@ -357,7 +387,11 @@ impl Backend for PostgresStore {
                 return Err(StoreError::Away("the server has become a standby".into()));
             }
             Ok(Err(error)) => return Err(classify(&error, false).0),
-            Err(_) => return Err(StoreError::Away("the database did not answer in time".into())),
+            Err(_) => {
+                return Err(StoreError::Away(
+                    "the database did not answer in time".into(),
+                ));
+            }
         }
         *slot = Some(linked);
         Ok(())

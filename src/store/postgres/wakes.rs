@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use sqlx::postgres::{PgConnectOptions, PgConnection, PgListener, PgPoolOptions};
 use sqlx::ConnectOptions;
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgListener, PgPoolOptions};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -58,7 +58,10 @@ pub(super) struct Wakes {
 
 impl Wakes {
     fn options(&self) -> PgConnectOptions {
-        let options = self.notify_options.clone().unwrap_or_else(|| self.servers.current());
+        let options = self
+            .notify_options
+            .clone()
+            .unwrap_or_else(|| self.servers.current());
         options.disable_statement_logging()
     }
 
@@ -184,7 +187,9 @@ impl Wakes {
             .connect_lazy_with(self.options().application_name("fencepost listener"));
         let mut listener = PgListener::connect_with(&pool).await?;
         listener.eager_reconnect(false);
-        timeout(IO_TIMEOUT, listener.listen(CHANNEL)).await.map_err(|_| timed_out())??;
+        timeout(IO_TIMEOUT, listener.listen(CHANNEL))
+            .await
+            .map_err(|_| timed_out())??;
         // Only now, so that no change falls between the read and the listening.
         self.waker.wake_all();
         let mut probes = interval(PROBE_EVERY);

@@ -11,6 +11,7 @@ use uuid::Uuid;
 use crate::domain::ids::{Key, Name};
 use crate::domain::lease::Lease;
 use crate::domain::time::Timestamp;
+use crate::domain::version::Version;
 use crate::store::columns::{LeaseColumns, kind_number, status_number};
 use crate::store::{ListQuery, Row, Stored, Write};
 
@@ -95,9 +96,18 @@ pub(super) async fn load(
 ) -> Result<Vec<Option<Row<Lease>>>, sqlx::Error> {
     let wanted: Value = keys
         .iter()
-        .map(|key| json!([kind_number(key.kind), key.namespace.as_str(), key.name.as_str()]))
+        .map(|key| {
+            json!([
+                kind_number(key.kind),
+                key.namespace.as_str(),
+                key.name.as_str()
+            ])
+        })
         .collect();
-    let found = sqlx::query(LOAD).bind(wanted.to_string()).fetch_all(connection).await?;
+    let found = sqlx::query(LOAD)
+        .bind(wanted.to_string())
+        .fetch_all(connection)
+        .await?;
     let mut rows = vec![None; keys.len()];
     for row in found {
         let index: i64 = row.try_get(0)?;
@@ -114,12 +124,16 @@ pub(super) async fn store(
     now: Timestamp,
 ) -> Result<Vec<Stored>, sqlx::Error> {
     let as_json = |write: &Write<Lease>| {
-        let Write { key, expected, row: Row { revision, state } } = write;
+        let Write {
+            key,
+            expected,
+            row: Row { revision, state },
+        } = write;
         json!([
             kind_number(key.kind),
             key.namespace.as_str(),
             key.name.as_str(),
-            expected.map(|revision| revision.get()),
+            expected.map(Version::get),
             revision.get(),
             state.version.get(),
             status_number(state.status),
@@ -129,12 +143,15 @@ pub(super) async fn store(
             state.ttl.as_millis(),
             state.acquired_at.as_micros(),
             state.expires_at.as_micros(),
-            state.recovered_from.map(|version| version.get()),
+            state.recovered_from.map(Version::get),
             state.metadata,
         ])
     };
-    let updates: Vec<Value> =
-        writes.iter().filter(|w| w.expected.is_some()).map(as_json).collect();
+    let updates: Vec<Value> = writes
+        .iter()
+        .filter(|w| w.expected.is_some())
+        .map(as_json)
+        .collect();
     let inserts: Vec<Value> = writes
         .iter()
         .filter(|w| w.expected.is_none() && w.row.revision.get() > floor)
@@ -147,9 +164,12 @@ pub(super) async fn store(
             continue;
         }
         let rows = Value::from(rows).to_string();
-        for row in sqlx::query(statement).bind(rows).fetch_all(&mut *transaction).await? {
-            let key: (i16, String, String) =
-                (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+        for row in sqlx::query(statement)
+            .bind(rows)
+            .fetch_all(&mut *transaction)
+            .await?
+        {
+            let key: (i16, String, String) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
             accepted.insert(key);
         }
     }
@@ -160,12 +180,20 @@ pub(super) async fn store(
     transaction.commit().await?;
     let key = |key: &Key| {
         let namespace = key.namespace.as_str().to_owned();
-        (kind_number(key.kind), namespace, key.name.as_str().to_owned())
+        (
+            kind_number(key.kind),
+            namespace,
+            key.name.as_str().to_owned(),
+        )
     };
     Ok(writes
         .iter()
         .map(|write| {
-            if accepted.contains(&key(&write.key)) { Stored::Accepted } else { Stored::NotAccepted }
+            if accepted.contains(&key(&write.key)) {
+                Stored::Accepted
+            } else {
+                Stored::NotAccepted
+            }
         })
         .collect())
 }
@@ -240,5 +268,9 @@ pub(super) async fn clean_up_chunk(
             .await?;
     }
     transaction.commit().await?;
-    Ok(Chunk { deleted: deleted.len() as u64, floor, last })
+    Ok(Chunk {
+        deleted: deleted.len() as u64,
+        floor,
+        last,
+    })
 }

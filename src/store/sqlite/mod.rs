@@ -12,16 +12,14 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::sqlite::{
-    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteLockingMode,
-    SqliteSynchronous,
+    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteLockingMode, SqliteSynchronous,
 };
 use sqlx::{ConnectOptions, Connection, Row as _};
 use tokio::sync::Mutex;
 
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
-    Backend, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError, Stored, WakePath,
-    Write,
+    Backend, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError, Stored, WakePath, Write,
 };
 use crate::domain::ids::Key;
 use crate::domain::lease::{Lease, LeaseMachine};
@@ -87,7 +85,10 @@ impl SqliteStore {
                 ))
             })?;
         let clock = Timestamp::from_micros(state.get(1));
-        let file = File { connection, floor: state.get(0) };
+        let file = File {
+            connection,
+            floor: state.get(0),
+        };
         Ok(Self {
             shared: Arc::new(Shared {
                 clock: EmbeddedClock::starting_at(clock, source),
@@ -137,13 +138,19 @@ async fn connect(path: &Path) -> Result<SqliteConnection, OpenError> {
         .await
         .map_err(explain)?;
     // The first write takes the lock that the locking mode then keeps.
-    sqlx::raw_sql("BEGIN EXCLUSIVE; COMMIT").execute(&mut connection).await.map_err(explain)?;
+    sqlx::raw_sql("BEGIN EXCLUSIVE; COMMIT")
+        .execute(&mut connection)
+        .await
+        .map_err(explain)?;
     Ok(connection)
 }
 
 async fn run_migrations(connection: &mut SqliteConnection, path: &Path) -> Result<(), OpenError> {
     MIGRATIONS.run(connection).await.map_err(|error| {
-        OpenError::Configuration(format!("cannot create the tables in {}: {error}", path.display()))
+        OpenError::Configuration(format!(
+            "cannot create the tables in {}: {error}",
+            path.display()
+        ))
     })
 }
 
@@ -152,8 +159,15 @@ impl Shared {
         let mut file = self.file.lock().await;
         let file = file.as_mut().ok_or_else(closed)?;
         let now = self.clock.now();
-        let rows = leases::load(&mut file.connection, keys).await.map_err(away)?;
-        Ok(Loaded { rows, now, floor: file.floor, link: Link::default() })
+        let rows = leases::load(&mut file.connection, keys)
+            .await
+            .map_err(|error| away(&error))?;
+        Ok(Loaded {
+            rows,
+            now,
+            floor: file.floor,
+            link: Link::default(),
+        })
     }
 
     async fn store(&self, writes: &[Write<Lease>]) -> Vec<Stored> {
@@ -167,7 +181,10 @@ impl Shared {
             // SQLite has rolled back, or will when the file is opened next.
             Err(error) => {
                 let message = error.to_string().into();
-                let error = StoreError::Refused { message, is_transient: true };
+                let error = StoreError::Refused {
+                    message,
+                    is_transient: true,
+                };
                 vec![Stored::Failed(error); writes.len()]
             }
         }
@@ -183,7 +200,7 @@ impl Shared {
             let file = file.as_mut().ok_or_else(closed)?;
             let chunk = leases::clean_up_chunk(&mut file.connection, after.as_ref(), cutoff)
                 .await
-                .map_err(away)?;
+                .map_err(|error| away(&error))?;
             deleted += chunk.deleted;
             file.floor = file.floor.max(chunk.floor);
             match chunk.last {
@@ -198,7 +215,7 @@ fn closed() -> StoreError {
     StoreError::Away("the file is closed".into())
 }
 
-fn away(error: sqlx::Error) -> StoreError {
+fn away(error: &sqlx::Error) -> StoreError {
     StoreError::Away(error.to_string().into())
 }
 
@@ -221,7 +238,9 @@ impl Store<LeaseMachine> for SqliteStore {
         let mut file = self.shared.file.lock().await;
         let file = file.as_mut().ok_or_else(closed)?;
         let now = self.shared.clock.now();
-        let rows = leases::list(&mut file.connection, &query).await.map_err(away)?;
+        let rows = leases::list(&mut file.connection, &query)
+            .await
+            .map_err(|error| away(&error))?;
         Ok(Listed { rows, now })
     }
 }
@@ -246,7 +265,7 @@ impl Backend for SqliteStore {
         sqlx::query("SELECT floor FROM state")
             .fetch_one(&mut file.connection)
             .await
-            .map_err(away)?;
+            .map_err(|error| away(&error))?;
         Ok(())
     }
 
