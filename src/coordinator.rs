@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
@@ -113,14 +113,7 @@ impl Coordinator {
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let clean = clean_up(Arc::clone(&backend), options.clone(), stop.clone());
         spawn_vital(&tasks, clean);
-        Self {
-            backend,
-            lease_store,
-            leases,
-            limits: options.limits,
-            tasks,
-            stop,
-        }
+        Self { backend, lease_store, leases, limits: options.limits, tasks, stop }
     }
 
     /// Leases.
@@ -192,24 +185,42 @@ async fn open_store(
     })
 }
 
-/// Deletes idle keys now and then; each replica does, at its own moments.
+/// Deletes idle keys now and then, in bounded chunks; each replica does, at its own moments. A
+/// pass that fails goes on where it was.
 async fn clean_up(backend: Arc<dyn Backend>, options: CoordinatorOptions, stop: CancellationToken) {
+    let mut after = None;
     loop {
-        let pause = options
-            .cleanup_interval
-            .mul_f64(rand::random_range(0.9..1.1));
-        tokio::select! {
-            () = sleep(pause) => {}
-            () = stop.cancelled() => return,
-        }
-        match backend.clean_up(options.idle_key_retention).await {
-            Ok(deleted) => {
-                options.metrics.cleaned_keys.inc_by(deleted);
+        if after.is_none() {
+            let pause = options.cleanup_interval.mul_f64(rand::random_range(0.9..1.1));
+            tokio::select! {
+                () = sleep(pause) => {}
+                () = stop.cancelled() => return,
             }
-            Err(error) => tracing::warn!(%error, "clean-up failed; the next one goes on"),
+        }
+        let chunk = backend.clean_up(options.idle_key_retention, after.clone());
+        let chunk = tokio::select! {
+            chunk = timeout(CLEAN_UP_TIMEOUT, chunk) => chunk,
+            () = stop.cancelled() => return,
+        };
+        let error = match chunk {
+            Ok(Ok(chunk)) => {
+                options.metrics.cleaned_keys.inc_by(chunk.deleted);
+                after = chunk.next;
+                continue;
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "the store did not answer in time".to_owned(),
+        };
+        tracing::warn!(error, "clean-up was interrupted and goes on");
+        tokio::select! {
+            () = sleep(Duration::from_secs(1)) => {}
+            () = stop.cancelled() => return,
         }
     }
 }
+
+/// How long one chunk of clean-up may take.
+const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An outcome with the store's time behind it.
 #[derive(Debug)]
@@ -232,11 +243,7 @@ impl<T> Reply<T> {
     }
 
     fn map<U>(self, convert: impl FnOnce(T) -> U) -> Reply<U> {
-        Reply {
-            outcome: convert(self.outcome),
-            clock: self.clock,
-            grant: self.grant,
-        }
+        Reply { outcome: convert(self.outcome), clock: self.clock, grant: self.grant }
     }
 }
 
@@ -267,8 +274,8 @@ pub enum WaitOutcome {
 /// One stretch of a list.
 #[derive(Debug)]
 pub struct Page {
-    /// Keys in the order of their bytes.
-    pub items: Vec<(Name, Lease)>,
+    /// Keys in the order of their bytes; whether each is held.
+    pub items: Vec<(Name, Lease, bool)>,
     /// Where the next stretch begins, if there may be one.
     pub next: Option<Name>,
     /// The store's time.
@@ -288,18 +295,9 @@ fn mismatched() -> EngineError {
 
 macro_rules! outcome {
     ($answer:expr, $variant:ident) => {{
-        let Answer {
-            outcome,
-            clock,
-            grant,
-            ..
-        } = $answer;
+        let Answer { outcome, clock, grant, .. } = $answer;
         match outcome {
-            Outcome::$variant(outcome) => Ok(Reply {
-                outcome,
-                clock,
-                grant,
-            }),
+            Outcome::$variant(outcome) => Ok(Reply { outcome, clock, grant }),
             _ => Err(mismatched()),
         }
     }};
@@ -307,11 +305,7 @@ macro_rules! outcome {
 
 impl Leases<'_> {
     fn key(namespace: &Namespace, name: &Name) -> Key {
-        Key {
-            kind: Kind::Lease,
-            namespace: namespace.clone(),
-            name: name.clone(),
-        }
+        Key { kind: Kind::Lease, namespace: namespace.clone(), name: name.clone() }
     }
 
     fn engine(&self) -> &Engine<LeaseMachine> {
@@ -344,9 +338,7 @@ impl Leases<'_> {
         let reply = if request.wait.is_zero() {
             outcome!(self.engine().ask(&key, Command::Claim(claim)).await?, Claim)?
         } else {
-            self.engine()
-                .wait(&key, ClaimInLine { claim }, request.wait, true)
-                .await??
+            self.engine().wait(&key, ClaimInLine { claim }, request.wait, true).await??
         };
         if let ClaimOutcome::Claimed { lease, .. } = &reply.outcome {
             still_running(lease, reply.clock)?;
@@ -367,12 +359,8 @@ impl Leases<'_> {
         ttl: Option<Ttl>,
     ) -> Result<Reply<RenewOutcome>, EngineError> {
         let command = Command::Renew { reference, ttl };
-        let reply = outcome!(
-            self.engine()
-                .ask(&Self::key(namespace, name), command)
-                .await?,
-            Renew
-        )?;
+        let reply =
+            outcome!(self.engine().ask(&Self::key(namespace, name), command).await?, Renew)?;
         if let RenewOutcome::Renewed(lease) = &reply.outcome {
             still_running(lease, reply.clock)?;
         }
@@ -391,12 +379,7 @@ impl Leases<'_> {
         reference: Reference,
     ) -> Result<Reply<ReleaseOutcome>, EngineError> {
         let command = Command::Release(reference);
-        outcome!(
-            self.engine()
-                .ask(&Self::key(namespace, name), command)
-                .await?,
-            Release
-        )
+        outcome!(self.engine().ask(&Self::key(namespace, name), command).await?, Release)
     }
 
     /// Waits for the end of a generation.
@@ -415,9 +398,7 @@ impl Leases<'_> {
             return Err(EngineError::ShuttingDown);
         }
         let key = Self::key(namespace, name);
-        self.engine()
-            .wait(&key, EndOf { version }, wait, false)
-            .await?
+        self.engine().wait(&key, EndOf { version }, wait, false).await?
     }
 
     /// What a key holds.
@@ -430,12 +411,7 @@ impl Leases<'_> {
         namespace: &Namespace,
         name: &Name,
     ) -> Result<Reply<Option<Lease>>, EngineError> {
-        outcome!(
-            self.engine()
-                .ask(&Self::key(namespace, name), Command::Read)
-                .await?,
-            Read
-        )
+        outcome!(self.engine().ask(&Self::key(namespace, name), Command::Read).await?, Read)
     }
 
     /// Whether a version holds its key; if not, the version that does.
@@ -450,11 +426,7 @@ impl Leases<'_> {
         version: Version,
     ) -> Result<Result<(), Option<Version>>, EngineError> {
         let reply = self.state(namespace, name).await?;
-        Ok(lease::verify(
-            reply.outcome.as_ref(),
-            version,
-            reply.clock.estimate(),
-        ))
+        Ok(lease::verify(reply.outcome.as_ref(), version, reply.clock.estimate()))
     }
 
     /// Frees a key, whoever holds it.
@@ -469,12 +441,7 @@ impl Leases<'_> {
         version: Option<Version>,
     ) -> Result<Reply<ForceReleaseOutcome>, EngineError> {
         let command = Command::ForceRelease { version };
-        outcome!(
-            self.engine()
-                .ask(&Self::key(namespace, name), command)
-                .await?,
-            ForceRelease
-        )
+        outcome!(self.engine().ask(&Self::key(namespace, name), command).await?, ForceRelease)
     }
 
     /// Lists keys. `held`: only those that are held (`true`) or not (`false`). A page may be
@@ -495,38 +462,30 @@ impl Leases<'_> {
         // In a task of its own: a caller that leaves must not tear the store's connection.
         let listing = tokio::spawn(async move {
             let sent = std::time::Instant::now();
-            let query = ListQuery {
-                kind: Kind::Lease,
-                namespace,
-                prefix,
-                after,
-                limit: MAX_SCAN,
-            };
+            let query = ListQuery { kind: Kind::Lease, namespace, prefix, after, limit: MAX_SCAN };
             let listed = store.list(query).await?;
-            let clock = StoreClock {
-                now: listed.now,
-                sent,
-            };
+            let clock = StoreClock { now: listed.now, sent };
             let is_whole = listed.rows.len() < MAX_SCAN;
             let mut last = listed.rows.last().map(|(name, _)| name.clone());
-            let mut items: Vec<(Name, Lease)> = listed
+            let mut items: Vec<(Name, Lease, bool)> = listed
                 .rows
                 .into_iter()
-                .map(|(name, row)| (name, row.state))
-                .filter(|(_, lease)| held.is_none_or(|held| lease.is_held(clock.now) == held))
+                .map(|(name, row)| {
+                    let is_held = row.state.is_held(clock.now);
+                    (name, row.state, is_held)
+                })
+                .filter(|(_, _, is_held)| held.is_none_or(|held| *is_held == held))
                 .take(limit + 1)
                 .collect();
             let is_cut = items.len() > limit;
             if is_cut {
                 items.truncate(limit);
-                last = items.last().map(|(name, _)| name.clone());
+                last = items.last().map(|(name, ..)| name.clone());
             }
             let next = last.filter(|_| is_cut || !is_whole);
             Ok(Page { items, next, clock })
         });
-        listing
-            .await
-            .unwrap_or_else(|error| Err(StoreError::Away(error.to_string().into())))
+        listing.await.unwrap_or_else(|error| Err(StoreError::Away(error.to_string().into())))
     }
 }
 
@@ -539,7 +498,7 @@ fn still_running(lease: &Lease, clock: StoreClock) -> Result<(), EngineError> {
         return Ok(());
     }
     Err(EngineError::Unavailable(
-        "the lease was granted, but the store took longer than its ttl".into(),
+        "the lease was granted or extended, but the store took longer than its ttl".into(),
     ))
 }
 
@@ -552,10 +511,11 @@ impl Question<LeaseMachine> for ClaimInLine {
     type Answer = Result<Reply<ClaimOutcome>, EngineError>;
 
     fn command(&mut self, is_first: bool) -> Command {
-        Command::Claim(Claim {
-            may_take: is_first,
-            ..self.claim.clone()
-        })
+        Command::Claim(Claim { may_take: is_first, ..self.claim.clone() })
+    }
+
+    fn may_grant(&self) -> bool {
+        true
     }
 
     fn judge(&mut self, answer: Answer<LeaseMachine>) -> Verdict<Self::Answer> {
@@ -572,10 +532,7 @@ impl Question<LeaseMachine> for ClaimInLine {
             }
         };
         let look_again_in = reply.clock.remaining(expires_at);
-        Verdict::Pending {
-            answer: Ok(reply),
-            look_again_in,
-        }
+        Verdict::Pending { answer: Ok(reply), look_again_in }
     }
 }
 
@@ -588,9 +545,11 @@ impl Question<LeaseMachine> for EndOf {
     type Answer = Result<Reply<WaitOutcome>, EngineError>;
 
     fn command(&mut self, _is_first: bool) -> Command {
-        Command::Watch {
-            version: self.version,
-        }
+        Command::Watch { version: self.version }
+    }
+
+    fn may_grant(&self) -> bool {
+        false
     }
 
     fn judge(&mut self, answer: Answer<LeaseMachine>) -> Verdict<Self::Answer> {
@@ -606,10 +565,7 @@ impl Question<LeaseMachine> for EndOf {
                 self.version = Some(lease.version);
                 let look_again_in = reply.clock.remaining(lease.expires_at);
                 let answer = Ok(reply.map(|_| WaitOutcome::TimedOut(lease)));
-                Verdict::Pending {
-                    answer,
-                    look_again_in,
-                }
+                Verdict::Pending { answer, look_again_in }
             }
         }
     }

@@ -65,24 +65,13 @@ impl<M: Machine> Pending<M> {
         deadline: Instant,
         reply: Option<Reply<M>>,
     ) -> Self {
-        Self {
-            key,
-            command,
-            deadline,
-            reply,
-            uncertain: false,
-        }
+        Self { key, command, deadline, reply, uncertain: false }
     }
 
     /// The command that takes back what this one may have granted.
     fn undo(&self) -> Option<Self> {
         let command = M::undo(&self.command)?;
-        Some(Self::new(
-            self.key.clone(),
-            command,
-            Instant::now() + UNDO_FOR,
-            None,
-        ))
+        Some(Self::new(self.key.clone(), command, Instant::now() + UNDO_FOR, None))
     }
 
     fn fail(self, error: EngineError) {
@@ -223,21 +212,14 @@ impl<M: Machine> Shard<M> {
                 Entry::Vacant(at) => {
                     at.insert(groups.len());
                     let key = pending.key.clone();
-                    groups.push(Group {
-                        key,
-                        commands: vec![pending],
-                        tries: 0,
-                        due: now,
-                    });
+                    groups.push(Group { key, commands: vec![pending], tries: 0, due: now });
                 }
             }
         }
         for group in &mut groups {
             let commands = std::mem::take(&mut group.commands);
-            group.commands = commands
-                .into_iter()
-                .filter_map(|command| command.still_wanted(now))
-                .collect();
+            group.commands =
+                commands.into_iter().filter_map(|command| command.still_wanted(now)).collect();
         }
         groups.retain(|group| !group.commands.is_empty());
         groups
@@ -263,18 +245,12 @@ impl<M: Machine> Shard<M> {
             }
         };
         self.away_since = None;
-        let Loaded {
-            rows,
-            now,
-            floor,
-            link,
-        } = loaded;
+        let Loaded { rows, now, floor, link } = loaded;
         let clock = StoreClock { now, sent };
-        let decided: Vec<Decided<M>> = groups
-            .into_iter()
-            .zip(rows)
-            .filter_map(|(group, row)| self.decide(group, row, clock, floor))
-            .collect();
+        let mut decided: Vec<Decided<M>> = Vec::new();
+        for (group, row) in groups.into_iter().zip(rows) {
+            decided.extend(self.decide(group, row, clock, floor));
+        }
         if decided.is_empty() {
             return;
         }
@@ -288,7 +264,7 @@ impl<M: Machine> Shard<M> {
     /// Runs a group's commands. Answers at once what does not depend on a write; returns the rest
     /// with the write that it depends on.
     fn decide(
-        &self,
+        &mut self,
         group: Group<M>,
         row: Option<Row<M::State>>,
         clock: StoreClock,
@@ -313,10 +289,7 @@ impl<M: Machine> Shard<M> {
                 ));
                 continue;
             };
-            let at = At {
-                now: clock.now,
-                stamp,
-            };
+            let at = At { now: clock.now, stamp };
             match M::apply(before.map(|row| &row.state), &pending.command, at) {
                 Decision::Keep(outcome) => {
                     let revision = before.map_or(0, |row| row.revision.get());
@@ -328,28 +301,15 @@ impl<M: Machine> Shard<M> {
                 }
                 Decision::Write(state, outcome) => {
                     wakes |= M::wakes(before.map(|row| &row.state), &state);
-                    current = Some(Row {
-                        revision: stamp,
-                        state,
-                    });
+                    current = Some(Row { revision: stamp, state });
                     is_written = true;
                     answers.push((pending, outcome, stamp.get()));
                 }
             }
         }
         let row = current.filter(|_| is_written)?;
-        let write = Write {
-            key: group.key.clone(),
-            expected,
-            row,
-        };
-        Some(Decided {
-            key: group.key,
-            tries: group.tries,
-            answers,
-            write,
-            wakes,
-        })
+        let write = Write { key: group.key.clone(), expected, row };
+        Some(Decided { key: group.key, tries: group.tries, answers, write, wakes })
     }
 
     async fn store_writes(&self, link: Link, writes: &[Write<M::State>]) -> Vec<Stored> {
@@ -377,19 +337,13 @@ impl<M: Machine> Shard<M> {
                 self.metrics.write_retries.inc();
                 self.retry(decided, false);
             }
-            Stored::Failed(StoreError::Refused {
-                message,
-                is_transient: false,
-            }) => {
+            Stored::Failed(StoreError::Refused { message, is_transient: false }) => {
                 self.count_failure("store", "refused", &message);
                 for (pending, ..) in decided.answers {
                     pending.fail(EngineError::Internal(Arc::clone(&message)));
                 }
             }
-            Stored::Failed(StoreError::Refused {
-                message,
-                is_transient: true,
-            }) => {
+            Stored::Failed(StoreError::Refused { message, is_transient: true }) => {
                 self.count_failure("store", "refused", &message);
                 self.retry(decided, false);
             }
@@ -413,37 +367,28 @@ impl<M: Machine> Shard<M> {
         let commands = decided
             .answers
             .into_iter()
-            .map(|(pending, ..)| Pending {
-                uncertain: pending.uncertain || is_unknown,
-                ..pending
-            })
+            .map(|(pending, ..)| Pending { uncertain: pending.uncertain || is_unknown, ..pending })
             .collect();
         let Decided { key, tries, .. } = decided;
-        self.park(Group {
-            key,
-            commands,
-            tries: tries + 1,
-            due: Instant::now(),
-        });
+        self.park(Group { key, commands, tries: tries + 1, due: Instant::now() });
     }
 
     fn load_failed(&mut self, groups: Vec<Group<M>>, error: &StoreError) {
-        self.count_failure("load", "away", &error.to_string());
+        let failure = match error {
+            StoreError::Refused { .. } => "refused",
+            StoreError::Away(_) | StoreError::Unknown(_) => "away",
+        };
+        self.count_failure("load", failure, &error.to_string());
         let now = Instant::now();
         let away_for = now - *self.away_since.get_or_insert(now);
         for mut group in groups {
             if away_for > PATIENCE {
                 let commands = std::mem::take(&mut group.commands);
                 for pending in commands {
-                    let undo = if pending.uncertain {
-                        pending.undo()
-                    } else {
-                        None
-                    };
+                    let undo = if pending.uncertain { pending.undo() } else { None };
                     if pending.reply.is_some() {
-                        pending.fail(EngineError::unavailable(format!(
-                            "the store is away: {error}"
-                        )));
+                        pending
+                            .fail(EngineError::unavailable(format!("the store is away: {error}")));
                         group.commands.extend(undo);
                     } else {
                         group.commands.push(pending);
@@ -471,32 +416,30 @@ impl<M: Machine> Shard<M> {
         self.parked.insert(group.key.clone(), group);
     }
 
-    fn answer(&self, pending: Pending<M>, outcome: M::Outcome, revision: i64, clock: StoreClock) {
+    fn answer(
+        &mut self,
+        pending: Pending<M>,
+        outcome: M::Outcome,
+        revision: i64,
+        clock: StoreClock,
+    ) {
         if pending.uncertain && !M::is_certain_after_unknown_try(&outcome) {
             return pending.fail(EngineError::unavailable(
                 "the store broke off during an earlier try, which may have been applied",
             ));
         }
-        let undo = if M::is_new_grant(&outcome) {
-            pending.undo()
-        } else {
-            None
-        };
+        let undo = if M::is_new_grant(&outcome) { pending.undo() } else { None };
         let Some(reply) = pending.reply else {
             self.metrics.undone_grants.inc();
             return;
         };
-        let grant = undo.map(|undo| Grant {
-            undo: Some(undo),
-            shard: self.sender.clone(),
-        });
-        // If the caller has gone, the answer comes back and is dropped, and a grant in it undone.
-        let _ = reply.send(Ok(Answer {
-            outcome,
-            clock,
-            revision,
-            grant,
-        }));
+        let grant = undo.map(|undo| Grant { undo: Some(undo), shard: self.sender.clone() });
+        let answer = Answer { outcome, clock, revision, grant };
+        // If the caller has gone, the answer comes back. Its grant is undone from here, since
+        // while the engine closes there is no way through the queue any more.
+        if let Err(Ok(Answer { grant: Some(grant), .. })) = reply.send(Ok(answer)) {
+            self.backlog.extend(grant.give_up());
+        }
     }
 
     fn wake(&self, key: &Key) {
@@ -506,10 +449,7 @@ impl<M: Machine> Shard<M> {
     }
 
     fn count_failure(&self, operation: &'static str, failure: &'static str, message: &str) {
-        self.metrics
-            .store_failures
-            .get_or_create(&FailureLabels { operation, failure })
-            .inc();
+        self.metrics.store_failures.get_or_create(&FailureLabels { operation, failure }).inc();
         tracing::warn!(operation, failure, message, "store call failed");
     }
 }

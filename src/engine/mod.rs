@@ -101,6 +101,11 @@ impl<M: Machine> Grant<M> {
     pub fn keep(mut self) {
         self.undo = None;
     }
+
+    /// Nobody will have it: what takes it back.
+    fn give_up(mut self) -> Option<Pending<M>> {
+        self.undo.take()
+    }
 }
 
 impl<M: Machine> Drop for Grant<M> {
@@ -196,8 +201,7 @@ impl<M: Machine> Engine<M> {
     ///
     /// See [`EngineError`].
     pub async fn ask(&self, key: &Key, command: M::Command) -> Result<Answer<M>, EngineError> {
-        self.submit(key, command, Instant::now() + self.limits.request_timeout)
-            .await
+        self.submit(key, command, Instant::now() + self.limits.request_timeout).await
     }
 
     /// Answers every waiting call with [`EngineError::ShuttingDown`], now and from here on.
@@ -221,10 +225,7 @@ impl<M: Machine> Engine<M> {
 
     fn shard(&self, key: &Key) -> &mpsc::UnboundedSender<Pending<M>> {
         let index = key.hash64() % self.shards.len() as u64;
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "below the number of shards"
-        )]
+        #[expect(clippy::cast_possible_truncation, reason = "below the number of shards")]
         &self.shards[index as usize]
     }
 }
