@@ -21,10 +21,7 @@ impl std::fmt::Debug for TimeSource {
 impl TimeSource {
     /// The machine's own clocks.
     #[must_use]
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "the one place where wall time comes in"
-    )]
+    #[expect(clippy::disallowed_methods, reason = "the one place where wall time comes in")]
     pub fn system() -> Self {
         let start = Instant::now();
         Self::new(
@@ -42,10 +39,7 @@ impl TimeSource {
         wall: impl Fn() -> Timestamp + Send + Sync + 'static,
         monotonic: impl Fn() -> Duration + Send + Sync + 'static,
     ) -> Self {
-        Self {
-            wall: Arc::new(wall),
-            monotonic: Arc::new(monotonic),
-        }
+        Self { wall: Arc::new(wall), monotonic: Arc::new(monotonic) }
     }
 }
 
@@ -65,10 +59,7 @@ impl EmbeddedClock {
     #[must_use]
     pub fn starting_at(at_least: Timestamp, source: TimeSource) -> Self {
         let monotonic = (source.monotonic)();
-        Self {
-            source,
-            last: Mutex::new((at_least, monotonic)),
-        }
+        Self { source, last: Mutex::new((at_least, monotonic)) }
     }
 
     /// The time.
