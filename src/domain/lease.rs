@@ -273,10 +273,7 @@ impl Lease {
     }
 
     fn ended(&self, ending: Ending) -> Self {
-        Self {
-            status: Status::Ended(ending),
-            ..self.clone()
-        }
+        Self { status: Status::Ended(ending), ..self.clone() }
     }
 
     fn matches(&self, reference: &Reference) -> bool {
@@ -380,21 +377,15 @@ impl Machine for LeaseMachine {
     /// With an `attempt_id` the caller can ask again and find its grant, so that one stays.
     fn undo(command: &Command) -> Option<Command> {
         match command {
-            Command::Claim(claim) if claim.attempt_id.is_none() => Some(Command::Undo {
-                grant_id: claim.grant_id,
-            }),
+            Command::Claim(claim) if claim.attempt_id.is_none() => {
+                Some(Command::Undo { grant_id: claim.grant_id })
+            }
             _ => None,
         }
     }
 
     fn is_new_grant(outcome: &Outcome) -> bool {
-        matches!(
-            outcome,
-            Outcome::Claim(ClaimOutcome::Claimed {
-                repeated: false,
-                ..
-            })
-        )
+        matches!(outcome, Outcome::Claim(ClaimOutcome::Claimed { repeated: false, .. }))
     }
 }
 
@@ -419,13 +410,7 @@ fn claim(state: Option<&Lease>, wish: &Claim, at: At) -> Decision<Lease, ClaimOu
             recovered_from,
             metadata: wish.metadata.clone(),
         };
-        Decision::Write(
-            lease.clone(),
-            ClaimOutcome::Claimed {
-                lease,
-                repeated: false,
-            },
-        )
+        Decision::Write(lease.clone(), ClaimOutcome::Claimed { lease, repeated: false })
     };
     let Some(lease) = state else {
         return grant(None);
@@ -435,10 +420,9 @@ fn claim(state: Option<&Lease>, wish: &Claim, at: At) -> Decision<Lease, ClaimOu
         && lease.attempt_id == wish.attempt_id
         && lease.owner_id == wish.owner_id;
     match lease.standing(at.now) {
-        Standing::Held if is_own || is_repeat => Decision::Keep(ClaimOutcome::Claimed {
-            lease: lease.clone(),
-            repeated: !is_own,
-        }),
+        Standing::Held if is_own || is_repeat => {
+            Decision::Keep(ClaimOutcome::Claimed { lease: lease.clone(), repeated: !is_own })
+        }
         Standing::Held => Decision::Keep(ClaimOutcome::Held(lease.clone())),
         Standing::Lapsed if is_repeat => stale_by_expiry(lease).map(ClaimOutcome::Stale),
         Standing::Ended(ending) if is_repeat => Decision::Keep(ClaimOutcome::Stale(Stale {
@@ -463,11 +447,8 @@ fn renew(
 ) -> Decision<Lease, RenewOutcome> {
     owned(state, reference, at, RenewOutcome::Stale, |lease| {
         let ttl = ttl.unwrap_or(lease.ttl);
-        let renewed = Lease {
-            ttl,
-            expires_at: lease.expires_at.max(at.now.after(ttl)),
-            ..lease.clone()
-        };
+        let renewed =
+            Lease { ttl, expires_at: lease.expires_at.max(at.now.after(ttl)), ..lease.clone() };
         Decision::Write(renewed.clone(), RenewOutcome::Renewed(renewed))
     })
 }
@@ -506,23 +487,14 @@ fn owned<O>(
         Some(lease) if reference.version < lease.version => StaleReason::Superseded,
         _ => StaleReason::Unknown,
     };
-    Decision::Keep(refuse(Stale {
-        reason,
-        current: state.cloned(),
-    }))
+    Decision::Keep(refuse(Stale { reason, current: state.cloned() }))
 }
 
 /// Tells that a lease is over, and writes it first.
 fn stale_by_expiry(lease: &Lease) -> Decision<Lease, Stale> {
     let ended = lease.ended(Ending::Expired);
     let current = Some(ended.clone());
-    Decision::Write(
-        ended,
-        Stale {
-            reason: StaleReason::Expired,
-            current,
-        },
-    )
+    Decision::Write(ended, Stale { reason: StaleReason::Expired, current })
 }
 
 /// Looks whether one generation still holds the key, for somebody who waits for its end.
@@ -589,10 +561,7 @@ pub fn verify(
     version: Version,
     now: Timestamp,
 ) -> Result<(), Option<Version>> {
-    match state
-        .filter(|lease| lease.is_held(now))
-        .map(|lease| lease.version)
-    {
+    match state.filter(|lease| lease.is_held(now)).map(|lease| lease.version) {
         Some(current) if current == version => Ok(()),
         current => Err(current),
     }
@@ -616,10 +585,7 @@ mod tests {
 
     impl Cell {
         fn new() -> Self {
-            Self {
-                now: 1_000_000,
-                ..Self::default()
-            }
+            Self { now: 1_000_000, ..Self::default() }
         }
 
         fn run(&mut self, command: &Command) -> Outcome {
@@ -646,10 +612,7 @@ mod tests {
 
         fn claim_as(&mut self, owner: &str, attempt_id: Option<Uuid>) -> ClaimOutcome {
             let grant_id = self.now + i64::from(self.writes);
-            let claim = Claim {
-                attempt_id,
-                ..wish(owner, grant_id)
-            };
+            let claim = Claim { attempt_id, ..wish(owner, grant_id) };
             match self.run(&Command::Claim(claim)) {
                 Outcome::Claim(outcome) => outcome,
                 other => panic!("{other:?}"),
@@ -676,10 +639,7 @@ mod tests {
     }
 
     fn reference(lease: &Lease) -> Reference {
-        Reference {
-            owner_id: lease.owner_id.clone(),
-            version: lease.version,
-        }
+        Reference { owner_id: lease.owner_id.clone(), version: lease.version }
     }
 
     fn stale(outcome: &Outcome) -> Option<StaleReason> {
@@ -706,15 +666,9 @@ mod tests {
         let mut key = Cell::new();
         let reference = key.granted("a");
         key.pass(1_000);
-        let renew = Command::Renew {
-            reference: reference.clone(),
-            ttl: None,
-        };
+        let renew = Command::Renew { reference: reference.clone(), ttl: None };
         assert_eq!(stale(&key.run(&renew)), Some(StaleReason::Expired));
-        assert_eq!(
-            stale(&key.run(&Command::Release(reference))),
-            Some(StaleReason::Expired)
-        );
+        assert_eq!(stale(&key.run(&Command::Release(reference))), Some(StaleReason::Expired));
     }
 
     #[test]
@@ -723,18 +677,11 @@ mod tests {
         let reference = key.granted("a");
         key.pass(1_000);
         let before = key.writes;
-        let told = key.run(&Command::Watch {
-            version: Some(reference.version),
-        });
-        assert_eq!(
-            told,
-            Outcome::Watch(WatchOutcome::Over(OverReason::Expired))
-        );
+        let told = key.run(&Command::Watch { version: Some(reference.version) });
+        assert_eq!(told, Outcome::Watch(WatchOutcome::Over(OverReason::Expired)));
         assert_eq!(key.writes, before + 1);
         // And once is enough.
-        key.run(&Command::Watch {
-            version: Some(reference.version),
-        });
+        key.run(&Command::Watch { version: Some(reference.version) });
         assert_eq!(key.writes, before + 1);
     }
 
@@ -761,27 +708,17 @@ mod tests {
         let release = Command::Release(old);
         assert_eq!(stale(&key.run(&release)), Some(StaleReason::Superseded));
         assert!(matches!(key.claim("b"), ClaimOutcome::Held(_)));
-        assert_eq!(
-            key.run(&Command::Release(new)),
-            Outcome::Release(ReleaseOutcome::Released)
-        );
+        assert_eq!(key.run(&Command::Release(new)), Outcome::Release(ReleaseOutcome::Released));
     }
 
     #[test]
     fn a_late_duplicate_of_a_spent_attempt_is_refused_until_the_next_grant() {
         let attempt = Some(Uuid::from_u128(7));
         let mut key = Cell::new();
-        let ClaimOutcome::Claimed {
-            lease,
-            repeated: false,
-        } = key.claim_as("a", attempt)
-        else {
+        let ClaimOutcome::Claimed { lease, repeated: false } = key.claim_as("a", attempt) else {
             panic!("not granted")
         };
-        assert!(matches!(
-            key.claim_as("a", attempt),
-            ClaimOutcome::Claimed { repeated: true, .. }
-        ));
+        assert!(matches!(key.claim_as("a", attempt), ClaimOutcome::Claimed { repeated: true, .. }));
         assert!(matches!(key.claim_as("b", attempt), ClaimOutcome::Held(_)));
         key.run(&Command::Release(reference(&lease)));
         let late = key.claim_as("a", attempt);
@@ -815,14 +752,10 @@ mod tests {
         key.pass(1_000);
         key.granted("b");
         let grant_id = key.row.as_ref().unwrap().1.grant_id;
-        key.run(&Command::Undo {
-            grant_id: grant_id + 1,
-        });
+        key.run(&Command::Undo { grant_id: grant_id + 1 });
         assert!(matches!(key.claim("c"), ClaimOutcome::Held(_)));
         key.run(&Command::Undo { grant_id });
-        let ClaimOutcome::Claimed { lease, .. } = key.claim("c") else {
-            panic!("not granted")
-        };
+        let ClaimOutcome::Claimed { lease, .. } = key.claim("c") else { panic!("not granted") };
         assert_eq!(lease.recovered_from, Some(lost.version));
     }
 
@@ -841,14 +774,8 @@ mod tests {
     #[test]
     fn a_claim_that_may_not_take_changes_nothing() {
         let mut key = Cell::new();
-        let claim = Claim {
-            may_take: false,
-            ..wish("a", 1)
-        };
-        assert_eq!(
-            key.run(&Command::Claim(claim)),
-            Outcome::Claim(ClaimOutcome::Free)
-        );
+        let claim = Claim { may_take: false, ..wish("a", 1) };
+        assert_eq!(key.run(&Command::Claim(claim)), Outcome::Claim(ClaimOutcome::Free));
         assert_eq!(key.writes, 0);
     }
 

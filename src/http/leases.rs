@@ -21,7 +21,7 @@ use super::router::{App, Received};
 use super::shape::{Holder, LeaseBody, instant, metadata, millis, ok, polling_hint};
 use super::token::PageToken;
 use crate::coordinator::{ClaimRequest, WaitOutcome};
-use crate::domain::ids::{Name, Namespace, OwnerId, Reason};
+use crate::domain::ids::{Name, Namespace, OwnerId, Prefix, Reason};
 use crate::domain::lease::{
     ClaimOutcome, ForceReleaseOutcome, Lease, OverReason, Reference, ReleaseOutcome, RenewOutcome,
 };
@@ -119,8 +119,8 @@ struct ClaimLeaseResult {
 /// gets the same grant, not extended. Once that grant has ended, a late repeat gets 409
 /// `stale_lease` for as long as the key remembers the attempt.
 ///
-/// With `wait_ms`, claims on one replica are served in the order of their arrival; across replicas
-/// there is no order. A caller that vanishes before the reply, and sent no `attempt_id`, leaves no
+/// With `wait_ms`, claims on one replica are served in the order of their arrival, except that one
+/// whose time is out takes a key that is free at that moment; across replicas there is no order. A caller that vanishes before the reply, and sent no `attempt_id`, leaves no
 /// lease behind, on a best-effort basis.
 #[utoipa::path(
     post, path = "/v1/leases/claim", operation_id = "claimLease", tag = "leases",
@@ -148,14 +148,7 @@ async fn claim_lease(
     Extension(received): Extension<Received>,
     Strict(request): Strict<ClaimLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let ClaimLeaseRequest {
-        key,
-        owner_id,
-        ttl_ms,
-        attempt_id,
-        wait_ms,
-        metadata,
-    } = request;
+    let ClaimLeaseRequest { key, owner_id, ttl_ms, attempt_id, wait_ms, metadata } = request;
     let claim = ClaimRequest {
         owner_id,
         ttl: ttl_ms,
@@ -163,11 +156,7 @@ async fn claim_lease(
         metadata: metadata.map(|Metadata(text)| text),
         wait: wait_ms.map_or(Duration::ZERO, WaitMs::duration),
     };
-    let reply = app
-        .coordinator
-        .leases()
-        .claim(&namespace(), &key, claim)
-        .await?;
+    let reply = app.coordinator.leases().claim(&namespace(), &key, claim).await?;
     // From here on nothing waits, so the reply is on its way to the connection.
     let (outcome, clock) = reply.keep();
     let elapsed_ms = received.elapsed_ms();
@@ -262,23 +251,15 @@ async fn renew_lease(
     Extension(received): Extension<Received>,
     Strict(request): Strict<RenewLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let RenewLeaseRequest {
-        key,
-        owner_id,
-        version,
-        ttl_ms,
-    } = request;
+    let RenewLeaseRequest { key, owner_id, version, ttl_ms } = request;
     let reference = Reference { owner_id, version };
-    let reply = app
-        .coordinator
-        .leases()
-        .renew(&namespace(), &key, reference, ttl_ms)
-        .await?;
+    let reply = app.coordinator.leases().renew(&namespace(), &key, reference, ttl_ms).await?;
+    let elapsed_ms = received.elapsed_ms();
     match reply.keep() {
         (RenewOutcome::Renewed(lease), clock) => Ok(ok(RenewLeaseResult {
             outcome: "renewed",
             lease: LeaseBody::new(key.as_str(), &lease, clock),
-            elapsed_ms: received.elapsed_ms(),
+            elapsed_ms,
         })),
         (RenewOutcome::Stale(stale), clock) => Err(stale_problem(&stale, clock)),
     }
@@ -362,25 +343,17 @@ async fn renew_many_leases(
     Extension(received): Extension<Received>,
     Strict(request): Strict<RenewManyLeasesRequest>,
 ) -> Result<Response, Problem> {
-    let RenewManyLeasesRequest {
-        owner_id,
-        ttl_ms,
-        items,
-    } = request;
-    let renewals = items.iter().map(|item| {
-        let reference = Reference {
-            owner_id: owner_id.clone(),
-            version: item.version,
-        };
-        let app = &app;
-        async move {
-            app.coordinator
-                .leases()
-                .renew(&namespace(), &item.key, reference, ttl_ms)
-                .await
-        }
-    });
+    let RenewManyLeasesRequest { owner_id, ttl_ms, items } = request;
+    let renewals =
+        items.iter().map(|item| {
+            let reference = Reference { owner_id: owner_id.clone(), version: item.version };
+            let app = &app;
+            async move {
+                app.coordinator.leases().renew(&namespace(), &item.key, reference, ttl_ms).await
+            }
+        });
     let replies = join_all(renewals).await;
+    let elapsed_ms = received.elapsed_ms();
     let results = items.iter().zip(replies).map(|(item, reply)| {
         let key = item.key.as_str();
         let failed = |outcome, reason| RenewItemResult {
@@ -404,10 +377,7 @@ async fn renew_many_leases(
             Err(error) => failed(Problem::from(error).code(), None),
         }
     });
-    Ok(ok(RenewManyLeasesResult {
-        results: results.collect(),
-        elapsed_ms: received.elapsed_ms(),
-    }))
+    Ok(ok(RenewManyLeasesResult { results: results.collect(), elapsed_ms }))
 }
 
 request! {
@@ -454,21 +424,11 @@ async fn release_lease(
     State(app): State<Arc<App>>,
     Strict(request): Strict<ReleaseLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let ReleaseLeaseRequest {
-        key,
-        owner_id,
-        version,
-    } = request;
+    let ReleaseLeaseRequest { key, owner_id, version } = request;
     let reference = Reference { owner_id, version };
-    let reply = app
-        .coordinator
-        .leases()
-        .release(&namespace(), &key, reference)
-        .await?;
+    let reply = app.coordinator.leases().release(&namespace(), &key, reference).await?;
     match reply.keep() {
-        (ReleaseOutcome::Released, _) => Ok(ok(ReleaseLeaseResult {
-            outcome: "released",
-        })),
+        (ReleaseOutcome::Released, _) => Ok(ok(ReleaseLeaseResult { outcome: "released" })),
         (ReleaseOutcome::Stale(stale), clock) => Err(stale_problem(&stale, clock)),
     }
 }
@@ -534,28 +494,16 @@ async fn wait_for_lease(
     Extension(received): Extension<Received>,
     Strict(request): Strict<WaitForLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let WaitForLeaseRequest {
-        key,
-        version,
-        wait_ms,
-    } = request;
+    let WaitForLeaseRequest { key, version, wait_ms } = request;
     let wait = wait_ms.unwrap_or(DEFAULT_WAIT).duration();
-    let reply = app
-        .coordinator
-        .leases()
-        .wait(&namespace(), &key, version, wait)
-        .await?;
+    let reply = app.coordinator.leases().wait(&namespace(), &key, version, wait).await?;
+    let elapsed_ms = received.elapsed_ms();
     let (outcome, clock) = reply.keep();
     let (outcome, reason, holder) = match &outcome {
         WaitOutcome::Over(reason) => ("released", Some(over_reason(*reason)), None),
         WaitOutcome::TimedOut(lease) => ("timed_out", None, Some(Holder::new(lease, clock))),
     };
-    Ok(ok(WaitForLeaseResult {
-        outcome,
-        reason,
-        holder,
-        elapsed_ms: received.elapsed_ms(),
-    }))
+    Ok(ok(WaitForLeaseResult { outcome, reason, holder, elapsed_ms }))
 }
 
 const fn over_reason(reason: OverReason) -> &'static str {
@@ -613,20 +561,12 @@ async fn verify_lease(
     Strict(request): Strict<VerifyLeaseRequest>,
 ) -> Result<Response, Problem> {
     let VerifyLeaseRequest { key, version } = request;
-    let verdict = app
-        .coordinator
-        .leases()
-        .verify(&namespace(), &key, version)
-        .await?;
+    let verdict = app.coordinator.leases().verify(&namespace(), &key, version).await?;
     Ok(ok(match verdict {
-        Ok(()) => VerifyLeaseResult {
-            outcome: "current",
-            current_version: None,
-        },
-        Err(current) => VerifyLeaseResult {
-            outcome: "stale",
-            current_version: current.map(Version::get),
-        },
+        Ok(()) => VerifyLeaseResult { outcome: "current", current_version: None },
+        Err(current) => {
+            VerifyLeaseResult { outcome: "stale", current_version: current.map(Version::get) }
+        }
     }))
 }
 
@@ -673,8 +613,8 @@ struct LeaseState {
 }
 
 impl LeaseState {
-    fn new(key: &Name, lease: Option<&Lease>, clock: StoreClock) -> Self {
-        let held = lease.filter(|lease| lease.is_held(clock.estimate()));
+    fn new(key: &Name, lease: Option<&Lease>, is_held: bool, clock: StoreClock) -> Self {
+        let held = lease.filter(|_| is_held);
         Self {
             key: key.as_str().to_owned(),
             state: if held.is_some() { "held" } else { "free" },
@@ -704,13 +644,9 @@ async fn get_lease_state(
     State(app): State<Arc<App>>,
     StrictQuery(query): StrictQuery<GetLeaseStateQuery>,
 ) -> Result<Response, Problem> {
-    let (lease, clock) = app
-        .coordinator
-        .leases()
-        .state(&namespace(), &query.key)
-        .await?
-        .keep();
-    Ok(ok(LeaseState::new(&query.key, lease.as_ref(), clock)))
+    let (lease, clock) = app.coordinator.leases().state(&namespace(), &query.key).await?.keep();
+    let is_held = lease.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
+    Ok(ok(LeaseState::new(&query.key, lease.as_ref(), is_held, clock)))
 }
 
 /// A filter on `held` or `free`.
@@ -738,7 +674,7 @@ request! {
     query ListLeasesQuery {
         /// Only keys that begin with this.
         #[param(max_length = 512, example = "report:")]
-        prefix: Optional<String> as Option<String>,
+        prefix: Optional<Prefix> as Option<String>,
         /// Only keys in this state: `held` or `free`.
         #[param(example = "held")]
         state: Optional<HeldOrFree> as Option<String>,
@@ -776,18 +712,13 @@ async fn list_leases(
     State(app): State<Arc<App>>,
     StrictQuery(query): StrictQuery<ListLeasesQuery>,
 ) -> Result<Response, Problem> {
-    let ListLeasesQuery {
-        prefix,
-        state,
-        limit,
-        page_token,
-    } = query;
+    let ListLeasesQuery { prefix, state, limit, page_token } = query;
     let page = app
         .coordinator
         .leases()
         .list(
             &namespace(),
-            prefix.unwrap_or_default(),
+            prefix.map_or(String::new(), |prefix| prefix.as_str().to_owned()),
             state.map(|state| matches!(state, HeldOrFree::Held)),
             page_token.map(|PageToken(name)| name),
             limit.unwrap_or(Limit::DEFAULT).0 as usize,
@@ -796,7 +727,7 @@ async fn list_leases(
     let items = page.items.iter();
     Ok(ok(ListLeasesResult {
         items: items
-            .map(|(key, lease)| LeaseState::new(key, Some(lease), page.clock))
+            .map(|(key, lease, is_held)| LeaseState::new(key, Some(lease), *is_held, page.clock))
             .collect(),
         next_page_token: page.next.map(|name| PageToken(name).to_string()),
     }))
@@ -850,16 +781,8 @@ async fn force_release_lease(
     Extension(received): Extension<Received>,
     Strict(request): Strict<ForceReleaseLeaseRequest>,
 ) -> Result<Response, Problem> {
-    let ForceReleaseLeaseRequest {
-        key,
-        reason,
-        version,
-    } = request;
-    let reply = app
-        .coordinator
-        .leases()
-        .force_release(&namespace(), &key, version)
-        .await?;
+    let ForceReleaseLeaseRequest { key, reason, version } = request;
+    let reply = app.coordinator.leases().force_release(&namespace(), &key, version).await?;
     let (outcome, version) = match reply.keep() {
         (ForceReleaseOutcome::Released(version), _) => ("released", Some(version.get())),
         (ForceReleaseOutcome::NotHeld, _) => ("not_held", None),
@@ -882,9 +805,6 @@ fn namespace() -> Namespace {
 }
 
 fn stale_problem(stale: &crate::domain::lease::Stale, clock: StoreClock) -> Problem {
-    let is_held = stale
-        .current
-        .as_ref()
-        .is_some_and(|lease| lease.is_held(clock.estimate()));
+    let is_held = stale.current.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
     Problem::stale_lease(stale, is_held)
 }

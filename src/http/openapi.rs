@@ -47,19 +47,13 @@ pub(super) struct OwnershipLost;
 fn problem(description: &str, with_retry_after: bool) -> RefOr<Response> {
     let header = |kind, description: &str| {
         let schema = ObjectBuilder::new().schema_type(kind).build();
-        HeaderBuilder::new()
-            .schema(Some(schema))
-            .description(Some(description))
-            .build()
+        HeaderBuilder::new().schema(Some(schema)).description(Some(description)).build()
     };
     let schema = Ref::from_schema_name("Problem");
     let mut response = ResponseBuilder::new()
         .description(description)
         .content(PROBLEM, ContentBuilder::new().schema(Some(schema)).build())
-        .header(
-            "X-Request-Id",
-            header(Type::String, "As sent by the caller, else made up"),
-        );
+        .header("X-Request-Id", header(Type::String, "As sent by the caller, else made up"));
     if with_retry_after {
         let retry_after = header(Type::Integer, "Whole seconds, at least 1");
         response = response.header("Retry-After", retry_after);
@@ -70,9 +64,7 @@ fn problem(description: &str, with_retry_after: bool) -> RefOr<Response> {
 const PROBLEM: &str = "application/problem+json";
 
 fn problems(of: &[(&str, &str)]) -> BTreeMap<String, RefOr<Response>> {
-    of.iter()
-        .map(|&(status, text)| (status.to_owned(), problem(text, status == "503")))
-        .collect()
+    of.iter().map(|&(status, text)| (status.to_owned(), problem(text, status == "503"))).collect()
 }
 
 const INVALID: (&str, &str) = (
@@ -91,10 +83,7 @@ impl IntoResponses for Problems {
         problems(&[
             INVALID,
             ("413", "`payload_too_large`: nothing was changed."),
-            (
-                "415",
-                "`unsupported_media_type`: send `content-type: application/json`.",
-            ),
+            ("415", "`unsupported_media_type`: send `content-type: application/json`."),
             INTERNAL,
             AWAY,
         ])
@@ -109,10 +98,7 @@ impl IntoResponses for ReadProblems {
 
 impl IntoResponses for OwnershipLost {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
-        problems(&[(
-            "409",
-            "`stale_lease`: the caller does not hold the key; `reason` tells why.",
-        )])
+        problems(&[("409", "`stale_lease`: the caller does not hold the key; `reason` tells why.")])
     }
 }
 
@@ -130,9 +116,7 @@ impl Documents {
         let mut document = serde_json::to_value(api).unwrap_or_default();
         document["security"] = json!([]);
         if let Some(schemas) = document["components"]["schemas"].as_object_mut() {
-            let requests = schemas
-                .iter_mut()
-                .filter(|(name, _)| name.ends_with("Request"));
+            let requests = schemas.iter_mut().filter(|(name, _)| name.ends_with("Request"));
             requests.for_each(|(_, schema)| schema["additionalProperties"] = json!(false));
         }
         tidy(&mut document);

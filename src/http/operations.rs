@@ -43,10 +43,7 @@ pub(super) fn pages() -> Router<Arc<App>> {
         )
         .route("/docs", get(|| async { Redirect::permanent("/docs/") }))
         .route("/docs/", get(|| async { docs("index.html") }))
-        .route(
-            "/docs/{*file}",
-            get(|Path(file): Path<String>| async move { docs(&file) }),
-        )
+        .route("/docs/{*file}", get(|Path(file): Path<String>| async move { docs(&file) }))
 }
 
 /// The process lives.
@@ -107,11 +104,7 @@ async fn check_readiness(State(app): State<Arc<App>>) -> Result<Response, Proble
     let (store, wake_path) = (backend.name(), backend.wake_path().as_str());
     // In a task of its own: a prober that leaves must not tear the store's connection.
     match tokio::spawn(async move { backend.check().await }).await {
-        Ok(Ok(())) => Ok(ok(Readiness {
-            status: "ready",
-            store,
-            wake_path,
-        })),
+        Ok(Ok(())) => Ok(ok(Readiness { status: "ready", store, wake_path })),
         Ok(Err(error)) => Err(Problem::not_ready(&[format!("the store is away: {error}")])),
         Err(_) => Err(Problem::internal()),
     }
@@ -226,25 +219,16 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
 }
 
 fn json_text(text: String) -> Response {
-    (
-        [(
-            header::CONTENT_TYPE,
-            HeaderValue::from_static("application/json"),
-        )],
-        text,
-    )
-        .into_response()
+    ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text).into_response()
 }
 
 /// A file of the API browser, which is part of the binary.
 fn docs(file: &str) -> Response {
     let config = utoipa_swagger_ui::Config::from("/openapi.json");
     match utoipa_swagger_ui::serve(file, Arc::new(config)) {
-        Ok(Some(file)) => (
-            [(header::CONTENT_TYPE, file.content_type)],
-            file.bytes.to_vec(),
-        )
-            .into_response(),
+        Ok(Some(file)) => {
+            ([(header::CONTENT_TYPE, file.content_type)], file.bytes.to_vec()).into_response()
+        }
         Ok(None) => Problem::route_not_found(&format!("/docs/{file}")).into_response(),
         Err(error) => {
             tracing::error!(%error, "the API browser cannot be served");

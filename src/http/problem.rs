@@ -105,10 +105,8 @@ impl Problem {
     }
 
     pub(super) fn invalid_request(errors: Vec<FieldError>) -> Self {
-        let named: Vec<String> = errors
-            .iter()
-            .map(|e| format!("{}: {}", e.field, e.message))
-            .collect();
+        let named: Vec<String> =
+            errors.iter().map(|e| format!("{}: {}", e.field, e.message)).collect();
         Self::new(StatusCode::BAD_REQUEST, "invalid_request", named.join("; "))
             .with(|body| body.errors = errors)
     }
@@ -125,11 +123,7 @@ impl Problem {
 
     pub(super) fn unsupported_media_type() -> Self {
         let detail = "send JSON with the header content-type: application/json";
-        Self::new(
-            StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            "unsupported_media_type",
-            detail,
-        )
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", detail)
     }
 
     pub(super) fn payload_too_large(limit: usize) -> Self {
@@ -215,9 +209,7 @@ impl Problem {
         let mut reply = (self.status(), [(header::CONTENT_TYPE, media_type)], body).into_response();
         if let Some(millis) = self.0.retry_after_ms {
             let seconds = millis.div_ceil(1_000).max(1);
-            reply
-                .headers_mut()
-                .insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+            reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         reply
     }

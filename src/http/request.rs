@@ -18,7 +18,7 @@ use serde_json::value::RawValue;
 use uuid::Uuid;
 
 use super::problem::{FieldError, Problem};
-use crate::domain::ids::{Name, OwnerId, Reason};
+use crate::domain::ids::{Name, OwnerId, Prefix, Reason};
 use crate::domain::time::Ttl;
 use crate::domain::version::Version;
 
@@ -65,22 +65,29 @@ impl<'a> Fields<'a> {
                 Problem::invalid_json(format!("the body is not JSON: {error}"))
             }
         })?;
-        let members = members
-            .into_iter()
-            .map(|(name, raw)| (name, Value::Json(raw)));
+        let members = members.into_iter().map(|(name, raw)| (name, Value::Json(raw)));
         Ok(Self::without_duplicates(members))
     }
 
     fn from_query(query: &'a str) -> Self {
-        let pairs = form_urlencoded::parse(query.as_bytes());
-        Self::without_duplicates(pairs.map(|(name, text)| (name, Value::Text(text))))
+        let mut mistakes = Vec::new();
+        let pairs = query.split('&').filter(|pair| !pair.is_empty()).filter_map(|pair| {
+            let (name, text) = pair.split_once('=').unwrap_or((pair, ""));
+            let decoded = percent_decode(name).zip(percent_decode(text));
+            if decoded.is_none() {
+                mistakes.push(name.to_owned());
+            }
+            decoded.map(|(name, text)| (name, Value::Text(text)))
+        });
+        let mut fields = Self::without_duplicates(pairs);
+        for name in mistakes {
+            fields.error(&name, "must be UTF-8, percent-encoded");
+        }
+        fields
     }
 
     fn without_duplicates(members: impl Iterator<Item = (Cow<'a, str>, Value<'a>)>) -> Self {
-        let mut fields = Self {
-            members: Vec::new(),
-            errors: Vec::new(),
-        };
+        let mut fields = Self { members: Vec::new(), errors: Vec::new() };
         for (name, value) in members {
             if fields.members.iter().any(|(known, _)| *known == name) {
                 fields.error(&name, "given twice");
@@ -97,10 +104,7 @@ impl<'a> Fields<'a> {
     fn error(&mut self, field: &str, message: impl Into<String>) {
         if self.errors.len() < MAX_ERRORS {
             let field = field.chars().take(100).collect();
-            self.errors.push(FieldError {
-                field,
-                message: message.into(),
-            });
+            self.errors.push(FieldError { field, message: message.into() });
         }
     }
 
@@ -119,10 +123,7 @@ impl<'a> Fields<'a> {
     }
 
     /// A member that may be left out, or `null`; `None` if it is wrong.
-    #[expect(
-        clippy::option_option,
-        reason = "wrong and absent are different things"
-    )]
+    #[expect(clippy::option_option, reason = "wrong and absent are different things")]
     pub(super) fn optional<T: Field>(&mut self, name: &str) -> Option<Option<T>> {
         let parsed = match self.take(name) {
             None => return Some(None),
@@ -150,10 +151,7 @@ impl<'a> Fields<'a> {
             return None;
         };
         if raws.is_empty() || raws.len() > MAX_ITEMS {
-            self.error(
-                name,
-                format!("must have 1 to {MAX_ITEMS} items, got {}", raws.len()),
-            );
+            self.error(name, format!("must have 1 to {MAX_ITEMS} items, got {}", raws.len()));
             return None;
         }
         let mut items = Vec::with_capacity(raws.len());
@@ -163,16 +161,23 @@ impl<'a> Fields<'a> {
                 Err(problem) => {
                     for error in problem.into_errors() {
                         let dot = if error.field.is_empty() { "" } else { "." };
-                        self.error(
-                            &format!("{name}[{index}]{dot}{}", error.field),
-                            error.message,
-                        );
+                        self.error(&format!("{name}[{index}]{dot}{}", error.field), error.message);
                     }
                 }
             }
         }
         (items.len() == raws.len()).then_some(items)
     }
+}
+
+/// Undoes the encoding of query parameters, `+` for a space included.
+fn percent_decode(text: &str) -> Option<Cow<'_, str>> {
+    if !text.contains(['%', '+']) {
+        return Some(Cow::Borrowed(text));
+    }
+    let spaced = text.replace('+', " ");
+    let decoded = percent_encoding::percent_decode_str(&spaced).decode_utf8().ok()?;
+    Some(Cow::Owned(decoded.into_owned()))
 }
 
 /// More members than any request has.
@@ -183,11 +188,8 @@ const MAX_ERRORS: usize = 20;
 fn read<T: Members>(fields: Result<Fields<'_>, Problem>) -> Result<T, Problem> {
     let mut fields = fields?;
     let request = T::read(&mut fields);
-    let unknown: Vec<String> = fields
-        .members
-        .iter()
-        .map(|(name, _)| name.clone().into_owned())
-        .collect();
+    let unknown: Vec<String> =
+        fields.members.iter().map(|(name, _)| name.clone().into_owned()).collect();
     for name in unknown {
         fields.error(&name, "unknown");
     }
@@ -214,11 +216,7 @@ impl<'de> Deserialize<'de> for Object<'de> {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Object<'de>, A::Error> {
                 let mut members = Vec::new();
                 while let Some(MemberName(name)) = map.next_key()? {
-                    let value = map.next_value()?;
-                    // One more than allowed, so that the excess is noticed.
-                    if members.len() <= MAX_MEMBERS {
-                        members.push((name, value));
-                    }
+                    members.push((name, map.next_value()?));
                 }
                 Ok(Object(members))
             }
@@ -231,17 +229,26 @@ impl<'de> Deserialize<'de> for Object<'de> {
 #[derive(Deserialize)]
 struct MemberName<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// A strict JSON body.
+/// A request without members.
+struct Nothing;
+
+impl Members for Nothing {
+    fn read(_fields: &mut Fields<'_>) -> Option<Self> {
+        Some(Self)
+    }
+}
+
+/// A strict JSON body; its members do not go into the query.
 pub(super) struct Strict<T>(pub(super) T);
 
 impl<S: Sync, T: Members> FromRequest<S> for Strict<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _state: &S) -> Result<Self, Problem> {
-        let media_type = request
-            .headers()
-            .get(CONTENT_TYPE)
-            .and_then(|value| value.to_str().ok());
+        if let Some(query) = request.uri().query() {
+            read::<Nothing>(Ok(Fields::from_query(query)))?;
+        }
+        let media_type = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
         let essence = media_type.map(|text| text.split(';').next().unwrap_or_default().trim());
         if !essence.is_some_and(|essence| essence.eq_ignore_ascii_case("application/json")) {
             return Err(Problem::unsupported_media_type());
@@ -270,10 +277,7 @@ impl<S: Sync, T: Members> FromRequestParts<S> for StrictQuery<T> {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
-        read(Ok(Fields::from_query(
-            parts.uri.query().unwrap_or_default(),
-        )))
-        .map(Self)
+        read(Ok(Fields::from_query(parts.uri.query().unwrap_or_default()))).map(Self)
     }
 }
 
@@ -281,16 +285,6 @@ fn text(json: &RawValue) -> Result<Cow<'_, str>, String> {
     serde_json::from_str::<MemberName<'_>>(json.get())
         .map(|MemberName(text)| text)
         .map_err(|_| "must be a string of valid Unicode".to_owned())
-}
-
-impl Field for String {
-    fn from_json(json: &RawValue) -> Result<Self, String> {
-        text(json).map(Cow::into_owned)
-    }
-
-    fn from_text(text: &str) -> Result<Self, String> {
-        Ok(text.to_owned())
-    }
 }
 
 macro_rules! text_field {
@@ -307,19 +301,13 @@ macro_rules! text_field {
     };
 }
 
-text_field!(Name, |text: &str| Self::new(text)
-    .map_err(|error| error.to_string()));
-text_field!(OwnerId, |text: &str| Self::new(text)
-    .map_err(|error| error.to_string()));
-text_field!(Reason, |text: &str| Self::new(text)
-    .map_err(|error| error.to_string()));
+text_field!(Name, |text: &str| Self::new(text).map_err(|error| error.to_string()));
+text_field!(OwnerId, |text: &str| Self::new(text).map_err(|error| error.to_string()));
+text_field!(Prefix, |text: &str| Self::new(text).map_err(|error| error.to_string()));
+text_field!(Reason, |text: &str| Self::new(text).map_err(|error| error.to_string()));
 text_field!(Uuid, |text: &str| {
     // The library reads other spellings, too; one identity should have one.
-    let parsed = if text.len() == 36 {
-        Self::try_parse(text).ok()
-    } else {
-        None
-    };
+    let parsed = if text.len() == 36 { Self::try_parse(text).ok() } else { None };
     parsed.ok_or_else(|| "must be a UUID such as 0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00".to_owned())
 });
 
@@ -364,12 +352,8 @@ impl Limit {
 
 integer_field!(Ttl, Self::MIN_MS, Self::MAX_MS, Self::from_millis);
 integer_field!(Version, 1, Self::MAX, Self::new);
-integer_field!(WaitMs, 0, i64::from(Self::MAX), |ms| u32::try_from(ms)
-    .ok()
-    .map(Self));
-integer_field!(Limit, 1, i64::from(Self::MAX), |n| u32::try_from(n)
-    .ok()
-    .map(Self));
+integer_field!(WaitMs, 0, i64::from(Self::MAX), |ms| u32::try_from(ms).ok().map(Self));
+integer_field!(Limit, 1, i64::from(Self::MAX), |n| u32::try_from(n).ok().map(Self));
 
 /// A JSON object of strings, kept as its text.
 pub(super) struct Metadata(pub(super) String);
@@ -382,20 +366,18 @@ impl Field for Metadata {
     fn from_json(json: &RawValue) -> Result<Self, String> {
         let wrong = || "must be a JSON object of strings".to_owned();
         let Object(members) = serde_json::from_str(json.get()).map_err(|_| wrong())?;
-        let mut names = std::collections::HashSet::new();
         let mut texts = serde_json::Map::new();
         for (name, raw) in members {
-            if !names.insert(name.clone()) {
+            let text = text(raw).map_err(|_| wrong())?;
+            if let Some((name, _)) = texts.get_key_value(&*name) {
                 return Err(format!("{name:.100} is given twice"));
             }
-            texts.insert(name.into_owned(), text(raw).map_err(|_| wrong())?.into());
+            texts.insert(name.into_owned(), text.into());
         }
         let encoded = serde_json::Value::from(texts).to_string();
         if encoded.len() > Self::MAX_BYTES {
             let (max, got) = (Self::MAX_BYTES, encoded.len());
-            return Err(format!(
-                "must be at most {max} bytes as compact JSON, got {got}"
-            ));
+            return Err(format!("must be at most {max} bytes as compact JSON, got {got}"));
         }
         Ok(Self(encoded))
     }
@@ -487,21 +469,14 @@ mod tests {
                 let code = problem.code();
                 let errors = problem.into_errors().into_iter();
                 let fields: Vec<String> = errors.map(|error| error.field).collect();
-                if fields.is_empty() {
-                    vec![code.to_owned()]
-                } else {
-                    fields
-                }
+                if fields.is_empty() { vec![code.to_owned()] } else { fields }
             }
         }
     }
 
     #[test]
     fn every_wrong_member_is_named() {
-        assert_eq!(
-            errors(r#"{"ttl_ms":1.0,"other":1}"#),
-            ["key", "ttl_ms", "other"]
-        );
+        assert_eq!(errors(r#"{"ttl_ms":1.0,"other":1}"#), ["key", "ttl_ms", "other"]);
         assert_eq!(errors(r#"{"key":"a","key":"a"}"#), ["key"]);
         assert_eq!(errors(r#"{"key":7,"ttl_ms":"500"}"#), ["key", "ttl_ms"]);
     }
@@ -515,19 +490,8 @@ mod tests {
 
     #[test]
     fn numbers_that_are_not_integers_in_range_are_refused() {
-        for number in [
-            "-0",
-            "1e3",
-            "1.0",
-            "99",
-            "86400001",
-            "18446744073709551616",
-            "true",
-        ] {
-            assert_eq!(
-                errors(&format!(r#"{{"key":"a","ttl_ms":{number}}}"#)),
-                ["ttl_ms"]
-            );
+        for number in ["-0", "1e3", "1.0", "99", "86400001", "18446744073709551616", "true"] {
+            assert_eq!(errors(&format!(r#"{{"key":"a","ttl_ms":{number}}}"#)), ["ttl_ms"]);
         }
     }
 

@@ -52,9 +52,7 @@ impl Received {
 const REQUEST_ID: &str = "x-request-id";
 
 fn api() -> OpenApiRouter<Arc<App>> {
-    OpenApiRouter::with_openapi(Api::openapi())
-        .merge(leases::routes())
-        .merge(operations::routes())
+    OpenApiRouter::with_openapi(Api::openapi()).merge(leases::routes()).merge(operations::routes())
 }
 
 /// The OpenAPI documents of this version.
@@ -67,11 +65,7 @@ pub fn documents() -> Documents {
 pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<App>) {
     let (routes, api) = api().split_for_parts();
     let documents = Documents::of(&api);
-    let app = Arc::new(App {
-        coordinator,
-        metrics,
-        documents,
-    });
+    let app = Arc::new(App { coordinator, metrics, documents });
     let no_store = HeaderValue::from_static("no-store");
     let served = routes
         .merge(operations::pages())
@@ -80,18 +74,13 @@ pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<A
             Problem::method_not_allowed(method.as_str())
         })
         // From the inside out.
-        .layer(CatchPanicLayer::custom(
-            |panic: Box<dyn std::any::Any + Send>| {
-                let message = panic.downcast_ref::<String>().map(String::as_str);
-                let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
-                tracing::error!(panic = message.unwrap_or("unknown"), "a handler panicked");
-                Problem::internal().into_response()
-            },
-        ))
-        .layer(SetResponseHeaderLayer::overriding(
-            header::CACHE_CONTROL,
-            no_store,
-        ))
+        .layer(CatchPanicLayer::custom(|panic: Box<dyn std::any::Any + Send>| {
+            let message = panic.downcast_ref::<String>().map(String::as_str);
+            let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
+            tracing::error!(panic = message.unwrap_or("unknown"), "a handler panicked");
+            Problem::internal().into_response()
+        }))
+        .layer(SetResponseHeaderLayer::overriding(header::CACHE_CONTROL, no_store))
         .layer(from_fn_with_state(Arc::clone(&app), envelope))
         .with_state(Arc::clone(&app));
     (served, app)
@@ -101,10 +90,8 @@ pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<A
 async fn envelope(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let at = Instant::now();
     let request_id = request_id(request.headers());
-    let route = request
-        .extensions()
-        .get::<MatchedPath>()
-        .map_or("other", |path| known(path.as_str()));
+    let route =
+        request.extensions().get::<MatchedPath>().map_or("other", |path| known(path.as_str()));
     let span = tracing::info_span!(
         "request",
         method = %request.method(),
@@ -112,34 +99,21 @@ async fn envelope(State(app): State<Arc<App>>, mut request: Request, next: Next)
         request_id = &*request_id,
         trace_id = trace_id(request.headers()),
     );
-    request.extensions_mut().insert(Received {
-        at,
-        request_id: Arc::clone(&request_id),
-    });
+    request.extensions_mut().insert(Received { at, request_id: Arc::clone(&request_id) });
     let mut reply = next.run(request).instrument(span.clone()).await;
     if let Some(problem) = reply.extensions_mut().remove::<Problem>() {
         let allow = reply.headers_mut().remove(header::ALLOW);
         let no_store = reply.headers_mut().remove(header::CACHE_CONTROL);
         reply = problem.into_reply(&request_id);
-        reply
-            .headers_mut()
-            .extend(allow.map(|allow| (header::ALLOW, allow)));
-        reply
-            .headers_mut()
-            .extend(no_store.map(|value| (header::CACHE_CONTROL, value)));
+        reply.headers_mut().extend(allow.map(|allow| (header::ALLOW, allow)));
+        reply.headers_mut().extend(no_store.map(|value| (header::CACHE_CONTROL, value)));
     }
     if let Ok(value) = HeaderValue::from_str(&request_id) {
         reply.headers_mut().insert(REQUEST_ID, value);
     }
     let took = at.elapsed();
-    let labels = RouteLabels {
-        route,
-        status: reply.status().as_u16(),
-    };
-    app.metrics
-        .http_requests
-        .get_or_create(&labels)
-        .observe(took.as_secs_f64());
+    let labels = RouteLabels { route, status: reply.status().as_u16() };
+    app.metrics.http_requests.get_or_create(&labels).observe(took.as_secs_f64());
     span.in_scope(|| log(&reply, took));
     reply
 }
@@ -155,18 +129,14 @@ fn log(reply: &Response, took: Duration) {
 
 /// The caller's id, or a new one.
 fn request_id(headers: &HeaderMap) -> Arc<str> {
-    let given = headers
-        .get(REQUEST_ID)
-        .and_then(|value| value.to_str().ok());
+    let given = headers.get(REQUEST_ID).and_then(|value| value.to_str().ok());
     let is_fine =
         |id: &&str| (1..=128).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic());
     match given.filter(is_fine) {
         Some(id) => Arc::from(id),
-        None => Arc::from(
-            Uuid::now_v7()
-                .hyphenated()
-                .encode_lower(&mut Uuid::encode_buffer()) as &str,
-        ),
+        None => {
+            Arc::from(Uuid::now_v7().hyphenated().encode_lower(&mut Uuid::encode_buffer()) as &str)
+        }
     }
 }
 
@@ -200,9 +170,5 @@ fn known(path: &str) -> &'static str {
         "/docs",
         "/docs/{*file}",
     ];
-    PATHS
-        .iter()
-        .find(|known| **known == path)
-        .copied()
-        .unwrap_or("other")
+    PATHS.iter().find(|known| **known == path).copied().unwrap_or("other")
 }

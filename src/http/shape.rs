@@ -31,10 +31,7 @@ pub(super) fn millis(duration: std::time::Duration) -> i64 {
 
 /// Metadata as it was stored. What is not JSON, which only a hand-edited row can hold, is left out.
 pub(super) fn metadata(lease: &Lease) -> Option<Box<RawValue>> {
-    lease
-        .metadata
-        .clone()
-        .and_then(|text| RawValue::from_string(text).ok())
+    lease.metadata.clone().and_then(|text| RawValue::from_string(text).ok())
 }
 
 /// When a polling caller should ask again: within a second, at a random moment, so that callers
@@ -77,6 +74,8 @@ pub(super) struct LeaseBody {
 }
 
 impl LeaseBody {
+    /// To be made after the `elapsed_ms` beside it was taken: callers add the two, and the sum
+    /// must not be late.
     pub(super) fn new(key: &str, lease: &Lease, clock: StoreClock) -> Self {
         Self {
             key: key.to_owned(),

@@ -24,10 +24,7 @@ impl Field for PageToken {
     }
 
     fn from_text(text: &str) -> Result<Self, String> {
-        let name = URL_SAFE_NO_PAD
-            .decode(text)
-            .ok()
-            .and_then(|name| String::from_utf8(name).ok());
+        let name = URL_SAFE_NO_PAD.decode(text).ok().and_then(|name| String::from_utf8(name).ok());
         name.and_then(|name| Name::new(name).ok())
             .map(Self)
             .ok_or_else(|| "must be the next_page_token of an earlier reply".to_owned())
