@@ -24,11 +24,8 @@ impl Dsn {
     ///
     /// Says what is wrong and what would be right.
     pub fn parse(urls: &[String]) -> Result<Self, String> {
-        let urls: Vec<&str> = urls
-            .iter()
-            .map(|url| url.trim())
-            .filter(|url| !url.is_empty())
-            .collect();
+        let urls: Vec<&str> =
+            urls.iter().map(|url| url.trim()).filter(|url| !url.is_empty()).collect();
         let is_postgres =
             |url: &&str| url.starts_with("postgres://") || url.starts_with("postgresql://");
         match urls.as_slice() {
@@ -44,15 +41,13 @@ impl Dsn {
                 }
                 Ok(Self::Sqlite(PathBuf::from(path)))
             }
-            urls if urls.iter().all(is_postgres) => Ok(Self::Postgres(
-                urls.iter().map(|&url| url.to_owned()).collect(),
-            )),
+            urls if urls.iter().all(is_postgres) => {
+                Ok(Self::Postgres(urls.iter().map(|&url| url.to_owned()).collect()))
+            }
             // Not the value itself: it may hold a password.
-            _ => Err(
-                "--database-url must be memory:, sqlite:FILE or postgres://…; only Postgres \
+            _ => Err("--database-url must be memory:, sqlite:FILE or postgres://…; only Postgres \
                       URLs can be several"
-                    .to_owned(),
-            ),
+                .to_owned()),
         }
     }
 }
@@ -76,12 +71,7 @@ pub struct Config {
 
     /// A direct Postgres URL for LISTEN and NOTIFY, where --database-url goes through a
     /// transaction-mode pooler [default: the database URL]
-    #[arg(
-        long,
-        env = "FENCEPOST_NOTIFY_URL",
-        value_name = "URL",
-        hide_env_values = true
-    )]
+    #[arg(long, env = "FENCEPOST_NOTIFY_URL", value_name = "URL", hide_env_values = true)]
     pub notify_url: Option<String>,
 
     /// The address to serve HTTP on
@@ -98,12 +88,7 @@ pub struct Config {
     pub insecure_open: bool,
 
     /// Create or update the tables at start
-    #[arg(
-        long,
-        env = "FENCEPOST_MIGRATE",
-        default_value = "on",
-        value_name = "on|off"
-    )]
+    #[arg(long, env = "FENCEPOST_MIGRATE", default_value = "on", value_name = "on|off")]
     pub migrate: OnOff,
 
     /// How long to wait at start for a store that cannot be reached
@@ -124,12 +109,7 @@ pub struct Config {
     pub log_format: Option<LogFormat>,
 
     /// What to log: a level, or a filter such as `info,fencepost=debug`
-    #[arg(
-        long,
-        env = "FENCEPOST_LOG",
-        default_value = "info",
-        value_name = "FILTER"
-    )]
+    #[arg(long, env = "FENCEPOST_LOG", default_value = "info", value_name = "FILTER")]
     pub log: String,
 }
 
@@ -194,25 +174,14 @@ mod tests {
         assert_eq!(parse(&["memory:"]), Ok(Dsn::Memory));
         assert_eq!(parse(&["memory"]), Ok(Dsn::Memory));
         assert_eq!(parse(&["sqlite:a/b.db"]), Ok(Dsn::Sqlite("a/b.db".into())));
-        assert_eq!(
-            parse(&["sqlite:///a/b.db"]),
-            Ok(Dsn::Sqlite("/a/b.db".into()))
-        );
+        assert_eq!(parse(&["sqlite:///a/b.db"]), Ok(Dsn::Sqlite("/a/b.db".into())));
         let two = ["postgres://a/b", "postgresql://c/d"];
-        assert_eq!(
-            parse(&two),
-            Ok(Dsn::Postgres(two.map(str::to_owned).to_vec()))
-        );
+        assert_eq!(parse(&two), Ok(Dsn::Postgres(two.map(str::to_owned).to_vec())));
     }
 
     #[test]
     fn a_wrong_url_is_refused_without_being_repeated() {
-        for wrong in [
-            &["mysql://u:secret@h/d"][..],
-            &["sqlite:"],
-            &["memory:", "memory:"],
-            &[""],
-        ] {
+        for wrong in [&["mysql://u:secret@h/d"][..], &["sqlite:"], &["memory:", "memory:"], &[""]] {
             let error = parse(wrong).unwrap_err();
             assert!(!error.contains("secret"), "{error}");
         }

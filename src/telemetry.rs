@@ -91,11 +91,7 @@ impl Default for Metrics {
             Unit::Seconds,
             m.http_requests.clone(),
         );
-        registry.register(
-            "batch_commands",
-            "Commands in one batch",
-            m.batch_commands.clone(),
-        );
+        registry.register("batch_commands", "Commands in one batch", m.batch_commands.clone());
         registry.register("batch_keys", "Keys in one batch", m.batch_keys.clone());
         registry.register(
             "write_retries",
@@ -130,10 +126,7 @@ impl Default for Metrics {
             "Connections made by the listener after its first",
             m.listener_reconnects.clone(),
         );
-        Self {
-            registry,
-            ..metrics
-        }
+        Self { registry, ..metrics }
     }
 }
 
@@ -149,9 +142,7 @@ impl Metrics {
 
     /// Counts one store call.
     pub fn store_call(&self, operation: &'static str, took: Duration) {
-        self.store_calls
-            .get_or_create(&StoreLabels { operation })
-            .observe(took.as_secs_f64());
+        self.store_calls.get_or_create(&StoreLabels { operation }).observe(took.as_secs_f64());
     }
 }
 
@@ -175,9 +166,7 @@ pub fn start_logging(
     with_colour: bool,
 ) -> Result<(), tracing_subscriber::filter::ParseError> {
     let filter = tracing_subscriber::EnvFilter::builder().parse(filter)?;
-    let lines = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match format {
         LogFormat::Text => lines.with_target(false).with_ansi(with_colour).init(),
         LogFormat::Json => lines.json().flatten_event(true).init(),

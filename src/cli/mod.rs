@@ -63,17 +63,11 @@ struct Failure {
 
 impl Failure {
     fn configuration(message: impl Into<String>) -> Self {
-        Self {
-            message: message.into(),
-            code: EXIT_CONFIGURATION,
-        }
+        Self { message: message.into(), code: EXIT_CONFIGURATION }
     }
 
     fn other(message: impl Into<String>) -> Self {
-        Self {
-            message: message.into(),
-            code: EXIT_FAILURE,
-        }
+        Self { message: message.into(), code: EXIT_FAILURE }
     }
 }
 
@@ -100,11 +94,7 @@ pub fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure { message, code }) => {
-            let _ = writeln!(
-                std::io::stderr(),
-                "fencepost: {}",
-                message.replace('\n', " ")
-            );
+            let _ = writeln!(std::io::stderr(), "fencepost: {}", message.replace('\n', " "));
             ExitCode::from(code)
         }
     }
@@ -123,11 +113,7 @@ fn run(task: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
 
 fn start(config: &Config) -> Result<Dsn, Failure> {
     let is_terminal = std::io::stderr().is_terminal();
-    let by_terminal = if is_terminal {
-        LogFormat::Text
-    } else {
-        LogFormat::Json
-    };
+    let by_terminal = if is_terminal { LogFormat::Text } else { LogFormat::Json };
     let format = config.log_format.unwrap_or(by_terminal);
     telemetry::start_logging(&config.log, format, is_terminal)
         .map_err(|error| Failure::configuration(format!("--log {:?}: {error}", config.log)))?;
@@ -215,11 +201,7 @@ async fn migrate(config: Config) -> Result<(), Failure> {
 
 fn print_document(profile: &str) -> Result<(), Failure> {
     let documents = http::documents();
-    let text = if profile == "3.0" {
-        documents.v3_0
-    } else {
-        documents.v3_1
-    };
+    let text = if profile == "3.0" { documents.v3_0 } else { documents.v3_1 };
     std::io::stdout()
         .write_all(text.as_bytes())
         .map_err(|error| Failure::other(format!("cannot write the document: {error}")))

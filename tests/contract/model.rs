@@ -35,31 +35,13 @@ enum Which {
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    Claim {
-        owner: u8,
-        is_short: bool,
-        attempt: Option<u8>,
-        may_take: bool,
-    },
-    Renew {
-        owner: u8,
-        which: Which,
-        is_short: bool,
-    },
-    Release {
-        owner: u8,
-        which: Which,
-    },
-    Watch {
-        which: Option<Which>,
-    },
+    Claim { owner: u8, is_short: bool, attempt: Option<u8>, may_take: bool },
+    Renew { owner: u8, which: Which, is_short: bool },
+    Release { owner: u8, which: Which },
+    Watch { which: Option<Which> },
     Read,
-    ForceRelease {
-        which: Option<Which>,
-    },
-    Undo {
-        is_newest: bool,
-    },
+    ForceRelease { which: Option<Which> },
+    Undo { is_newest: bool },
 }
 
 fn which() -> impl Strategy<Value = Which> {
@@ -101,12 +83,7 @@ fn command(step: Step, newest: Option<&Lease>, next_grant: &mut i64) -> Command 
         })
     };
     match step {
-        Step::Claim {
-            owner,
-            is_short,
-            attempt,
-            may_take,
-        } => {
+        Step::Claim { owner, is_short, attempt, may_take } => {
             *next_grant += 1;
             Command::Claim(Claim {
                 owner_id: owner_id(owner),
@@ -117,33 +94,19 @@ fn command(step: Step, newest: Option<&Lease>, next_grant: &mut i64) -> Command 
                 may_take,
             })
         }
-        Step::Renew {
-            owner,
-            which,
-            is_short,
-        } => Command::Renew {
-            reference: Reference {
-                owner_id: owner_id(owner),
-                version: version(which),
-            },
+        Step::Renew { owner, which, is_short } => Command::Renew {
+            reference: Reference { owner_id: owner_id(owner), version: version(which) },
             ttl: is_short.then(|| ttl(true)),
         },
-        Step::Release { owner, which } => Command::Release(Reference {
-            owner_id: owner_id(owner),
-            version: version(which),
-        }),
-        Step::Watch { which } => Command::Watch {
-            version: which.map(version),
-        },
+        Step::Release { owner, which } => {
+            Command::Release(Reference { owner_id: owner_id(owner), version: version(which) })
+        }
+        Step::Watch { which } => Command::Watch { version: which.map(version) },
         Step::Read => Command::Read,
-        Step::ForceRelease { which } => Command::ForceRelease {
-            version: which.map(version),
-        },
+        Step::ForceRelease { which } => Command::ForceRelease { version: which.map(version) },
         Step::Undo { is_newest } => {
             let newest = newest.map_or(0, |lease| lease.grant_id);
-            Command::Undo {
-                grant_id: if is_newest { newest } else { -1 },
-            }
+            Command::Undo { grant_id: if is_newest { newest } else { -1 } }
         }
     }
 }
@@ -162,15 +125,9 @@ async fn follow_the_machine(
     let mut next_grant = 0;
     for (steps, let_lapse) in bursts {
         let newest = model.as_ref().map(|(_, lease)| lease);
-        let commands: Vec<Command> = steps
-            .iter()
-            .map(|&step| command(step, newest, &mut next_grant))
-            .collect();
-        let answers = join_all(
-            commands
-                .iter()
-                .map(|command| engine.ask(&key, command.clone())),
-        );
+        let commands: Vec<Command> =
+            steps.iter().map(|&step| command(step, newest, &mut next_grant)).collect();
+        let answers = join_all(commands.iter().map(|command| engine.ask(&key, command.clone())));
         for (command, answer) in commands.iter().zip(answers.await) {
             let answer = answer.map_err(|error| TestCaseError::fail(error.to_string()))?;
             if let Some(grant) = answer.grant {
@@ -187,10 +144,7 @@ async fn follow_the_machine(
                 }
             };
             prop_assert_eq!(answer.outcome, outcome, "{:?}", command);
-            prop_assert_eq!(
-                answer.revision,
-                model.as_ref().map_or(0, |(stamp, _)| stamp.get())
-            );
+            prop_assert_eq!(answer.revision, model.as_ref().map_or(0, |(stamp, _)| stamp.get()));
         }
         if *let_lapse {
             tokio::time::sleep(Duration::from_millis(3)).await;
@@ -200,10 +154,7 @@ async fn follow_the_machine(
 }
 
 fn check(kind: Kind, cases: u32) {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let (hub, metrics) = (Arc::new(Hub::default()), Arc::new(Metrics::default()));
     let world = runtime.block_on(World::new(kind));
     let engine = runtime.block_on(async {
@@ -211,13 +162,7 @@ fn check(kind: Kind, cases: u32) {
             ($store:expr) => {{
                 let store = Arc::new($store);
                 let (limits, metrics) = (Limits::default(), Arc::clone(&metrics));
-                Engine::start(
-                    &(Arc::clone(&store) as _),
-                    store,
-                    Arc::clone(&hub),
-                    limits,
-                    metrics,
-                )
+                Engine::start(&(Arc::clone(&store) as _), store, Arc::clone(&hub), limits, metrics)
             }};
         }
         match kind {
@@ -226,20 +171,13 @@ fn check(kind: Kind, cases: u32) {
             Kind::Postgres => {
                 let (waker, metrics) = (Arc::clone(&hub) as _, Arc::clone(&metrics));
                 let urls = [world.url()];
-                start!(
-                    PostgresStore::open(&urls, None, true, waker, metrics)
-                        .await
-                        .unwrap()
-                )
+                start!(PostgresStore::open(&urls, None, true, waker, metrics).await.unwrap())
             }
         }
     });
     let next = AtomicU32::new(0);
-    let mut runner = TestRunner::new(Config {
-        cases,
-        failure_persistence: None,
-        ..Config::default()
-    });
+    let mut runner =
+        TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
     let result = runner.run(&bursts(), |bursts| {
         // Each case, and each try to shrink one, on a key of its own.
         let name = format!("case {}", next.fetch_add(1, Ordering::Relaxed));

@@ -19,13 +19,9 @@ fn server_url() -> String {
 
 fn url_of(name: &str) -> String {
     let server = server_url();
-    let (base, query) = server
-        .split_once('?')
-        .map_or((&*server, None), |(b, q)| (b, Some(q)));
+    let (base, query) = server.split_once('?').map_or((&*server, None), |(b, q)| (b, Some(q)));
     let base = base.rsplit_once('/').map_or(base, |(base, _)| base);
-    query.map_or(format!("{base}/{name}"), |query| {
-        format!("{base}/{name}?{query}")
-    })
+    query.map_or(format!("{base}/{name}"), |query| format!("{base}/{name}?{query}"))
 }
 
 async fn on_server(statement: String) {
@@ -47,9 +43,7 @@ impl Database {
     /// A session of one's own, as an operator has in psql.
     pub async fn connect(&self) -> PgConnection {
         let options: PgConnectOptions = self.url.parse().unwrap();
-        PgConnection::connect_with(&options.application_name("test"))
-            .await
-            .unwrap()
+        PgConnection::connect_with(&options.application_name("test")).await.unwrap()
     }
 
     pub async fn execute(&self, statement: &'static str) {
@@ -76,9 +70,7 @@ impl Drop for Database {
     fn drop(&mut self) {
         let name = std::mem::take(&mut self.name);
         let dropping = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread()
-                .enable_all()
-                .build();
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let statement = format!("DROP DATABASE IF EXISTS {name} WITH (FORCE)");
             runtime.unwrap().block_on(on_server(statement));
         });

@@ -45,11 +45,7 @@ impl World {
             Kind::Postgres => Some(Database::create().await),
             Kind::Memory | Kind::Sqlite => None,
         };
-        Self {
-            kind,
-            directory: tempfile::tempdir().unwrap(),
-            database,
-        }
+        Self { kind, directory: tempfile::tempdir().unwrap(), database }
     }
 
     pub fn sqlite_file(&self) -> PathBuf {
@@ -71,9 +67,7 @@ impl World {
 
     /// Starts a service in this process.
     pub async fn serve(&self, options: CoordinatorOptions) -> Service {
-        let coordinator = Coordinator::open(&self.dsn(), options.clone())
-            .await
-            .unwrap();
+        let coordinator = Coordinator::open(&self.dsn(), options.clone()).await.unwrap();
         Service::on(coordinator, options.metrics).await
     }
 }
@@ -109,13 +103,7 @@ impl Service {
         let stop = CancellationToken::new();
         let served = http::serve(listener, router, Arc::clone(&app), stop.clone());
         let serving = tokio::spawn(async move { served.await.unwrap() });
-        Self {
-            client: Client::new(base),
-            app,
-            stop,
-            serving: Some(serving),
-            world: None,
-        }
+        Self { client: Client::new(base), app, stop, serving: Some(serving), world: None }
     }
 
     /// The store of a service that was started on a fresh one.
@@ -172,29 +160,18 @@ impl Reply {
         let headers = response.headers().clone();
         let text = response.text().await?;
         let body = serde_json::from_str(&text).unwrap_or(Value::Null);
-        Ok(Self {
-            status,
-            headers,
-            text,
-            body,
-        })
+        Ok(Self { status, headers, text, body })
     }
 
     /// The outcome of a 200, or the code of a problem.
     pub fn outcome(&self) -> &str {
-        let member = if self.status == 200 {
-            "outcome"
-        } else {
-            "code"
-        };
+        let member = if self.status == 200 { "outcome" } else { "code" };
         self.body[member].as_str().unwrap_or("")
     }
 
     /// The version of the lease in it.
     pub fn version(&self) -> i64 {
-        self.body["lease"]["version"]
-            .as_i64()
-            .unwrap_or_else(|| panic!("no lease: {self:?}"))
+        self.body["lease"]["version"].as_i64().unwrap_or_else(|| panic!("no lease: {self:?}"))
     }
 
     pub fn reason(&self) -> &str {
@@ -211,20 +188,14 @@ impl Reply {
     /// Fails unless this is a 409 `stale_lease` for this reason.
     #[track_caller]
     pub fn expect_stale(self, reason: &str) -> Self {
-        assert_eq!(
-            (self.status, self.outcome(), self.reason()),
-            (409, "stale_lease", reason)
-        );
+        assert_eq!((self.status, self.outcome(), self.reason()), (409, "stale_lease", reason));
         self
     }
 }
 
 impl Client {
     pub fn new(base: String) -> Self {
-        let http = reqwest::Client::builder()
-            .timeout(Duration::from_secs(70))
-            .build()
-            .unwrap();
+        let http = reqwest::Client::builder().timeout(Duration::from_secs(70)).build().unwrap();
         Self { base, http }
     }
 
@@ -286,26 +257,19 @@ impl Client {
     }
 
     pub async fn state(&self, key: &str) -> Value {
-        self.get_with("/v1/leases/state", &[("key", key)])
-            .await
-            .body
+        self.get_with("/v1/leases/state", &[("key", key)]).await.body
     }
 
     /// Waits until a key's lease has ended, by the service's own word.
     pub async fn until_expired(&self, key: &str, version: i64) {
-        self.wait(key, Some(version), 20_000)
-            .await
-            .expect("released");
+        self.wait(key, Some(version), 20_000).await.expect("released");
     }
 
     /// The value of a metric without labels.
     pub async fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").await.text;
-        let line = text
-            .lines()
-            .find(|line| line.split(' ').next() == Some(name));
-        line.and_then(|line| line.split(' ').nth(1)?.parse().ok())
-            .unwrap_or(f64::NAN)
+        let line = text.lines().find(|line| line.split(' ').next() == Some(name));
+        line.and_then(|line| line.split(' ').nth(1)?.parse().ok()).unwrap_or(f64::NAN)
     }
 
     /// Waits until so many calls wait.
@@ -318,10 +282,7 @@ impl Client {
 pub async fn eventually<F: Future<Output = bool>>(mut condition: impl FnMut() -> F) {
     let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
     while !condition().await {
-        assert!(
-            tokio::time::Instant::now() < deadline,
-            "it did not happen within a minute"
-        );
+        assert!(tokio::time::Instant::now() < deadline, "it did not happen within a minute");
         tokio::task::yield_now().await;
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

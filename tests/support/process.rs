@@ -45,11 +45,7 @@ impl Process {
             greeting.push('\n');
         }
         let base = base.unwrap_or_else(|| panic!("it did not start: {greeting}"));
-        Self {
-            child,
-            client: Client::new(base),
-            greeting,
-        }
+        Self { child, client: Client::new(base), greeting }
     }
 
     pub fn id(&self) -> u32 {
@@ -59,9 +55,7 @@ impl Process {
     /// Sends a signal, as in `kill -TERM`.
     pub fn signal(&self, signal: &str) {
         let id = self.id().to_string();
-        let status = Command::new("kill")
-            .args([&format!("-{signal}"), &id])
-            .status();
+        let status = Command::new("kill").args([&format!("-{signal}"), &id]).status();
         assert!(status.unwrap().success());
     }
 
@@ -101,15 +95,7 @@ impl Drop for Process {
 
 /// Runs a command to its end: its exit code, and what it wrote to standard output and error.
 pub fn run(command: &mut Command) -> (Option<i32>, String, String) {
-    let output = command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .output()
-        .unwrap();
+    let output = command.stdout(Stdio::piped()).stderr(Stdio::piped()).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (
-        output.status.code(),
-        text(&output.stdout),
-        text(&output.stderr),
-    )
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
