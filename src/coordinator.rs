@@ -9,7 +9,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use crate::config::Dsn;
-use crate::domain::ids::{Key, Kind, Name, Namespace, OwnerId};
+use crate::domain::ids::{Key, Kind, Name, Namespace, OwnerId, Scope};
 use crate::domain::lease::{
     self, Claim, ClaimOutcome, Command, ForceReleaseOutcome, Lease, LeaseMachine, Outcome,
     OverReason, Reference, ReleaseOutcome, RenewOutcome, WatchOutcome,
@@ -305,7 +305,12 @@ macro_rules! outcome {
 
 impl Leases<'_> {
     fn key(namespace: &Namespace, name: &Name) -> Key {
-        Key { kind: Kind::Lease, namespace: namespace.clone(), name: name.clone() }
+        Key {
+            kind: Kind::Lease,
+            namespace: namespace.clone(),
+            scope: Scope::none(),
+            name: name.clone(),
+        }
     }
 
     fn engine(&self) -> &Engine<LeaseMachine> {
@@ -462,7 +467,14 @@ impl Leases<'_> {
         // In a task of its own: a caller that leaves must not tear the store's connection.
         let listing = tokio::spawn(async move {
             let sent = std::time::Instant::now();
-            let query = ListQuery { kind: Kind::Lease, namespace, prefix, after, limit: MAX_SCAN };
+            let query = ListQuery {
+                kind: Kind::Lease,
+                namespace,
+                scope: Scope::none(),
+                prefix,
+                after,
+                limit: MAX_SCAN,
+            };
             let listed = store.list(query).await?;
             let clock = StoreClock { now: listed.now, sent };
             let is_whole = listed.rows.len() < MAX_SCAN;

@@ -6,6 +6,7 @@
 
 pub mod ids;
 pub mod lease;
+pub mod record;
 pub mod time;
 pub mod version;
 

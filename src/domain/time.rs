@@ -25,6 +25,12 @@ impl Timestamp {
         Self(self.0.saturating_add(ttl.0.saturating_mul(1_000)))
     }
 
+    /// The end of `retention` that begins now.
+    #[must_use]
+    pub const fn keep_for(self, retention: Retention) -> Self {
+        Self(self.0.saturating_add(retention.0.saturating_mul(1_000)))
+    }
+
     /// This instant plus `elapsed`.
     #[must_use]
     pub fn plus(self, elapsed: Duration) -> Self {
@@ -43,6 +49,29 @@ impl Timestamp {
     #[must_use]
     pub fn until(self, later: Self) -> Duration {
         Duration::from_micros(u64::try_from(later.0.saturating_sub(self.0)).unwrap_or(0))
+    }
+}
+
+/// How long something is remembered, in whole milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Retention(i64);
+
+impl Retention {
+    /// The shortest, in milliseconds: a second.
+    pub const MIN_MS: i64 = 1_000;
+    /// The longest, in milliseconds: a leap year.
+    pub const MAX_MS: i64 = 31_622_400_000;
+
+    /// A length in milliseconds; `None` outside [`Self::MIN_MS`]..=[`Self::MAX_MS`].
+    #[must_use]
+    pub const fn from_millis(millis: i64) -> Option<Self> {
+        if millis >= Self::MIN_MS && millis <= Self::MAX_MS { Some(Self(millis)) } else { None }
+    }
+
+    /// The length in milliseconds.
+    #[must_use]
+    pub const fn as_millis(self) -> i64 {
+        self.0
     }
 }
 

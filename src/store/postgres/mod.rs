@@ -13,6 +13,8 @@
 
 mod leases;
 mod link;
+mod records;
+mod table;
 mod wakes;
 
 use std::str::FromStr;
@@ -31,14 +33,16 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::{
-    Backend, Cleaned, Cursor, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError,
-    Stored, WakePath, Waker, Write,
+    Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, OpenError, Store,
+    StoreError, Stored, WakePath, Waker, Write,
 };
 use crate::domain::ids::Key;
-use crate::domain::lease::{Lease, LeaseMachine};
+use crate::domain::lease::LeaseMachine;
+use crate::domain::record::RecordMachine;
 use crate::shutdown::spawn_vital;
 use crate::telemetry::Metrics;
 use link::{Linked, Servers, classify};
+use table::Table;
 use wakes::{Message, Wakes};
 
 /// Connections for batches.
@@ -296,12 +300,12 @@ async fn survey(servers: Arc<Servers>, stop: CancellationToken) {
 }
 
 #[async_trait]
-impl Store<LeaseMachine> for PostgresStore {
-    async fn load(&self, lane: usize, keys: &[Key]) -> Result<Loaded<Lease>, StoreError> {
+impl<T: Table> Store<T> for PostgresStore {
+    async fn load(&self, lane: usize, keys: &[Key]) -> Result<Loaded<T::State>, StoreError> {
         let mut lane = self.lanes[lane].lock().await;
         lane.rest_after_abandoned_write()?;
         let mut linked = self.linked(&mut lane.slot).await?;
-        match leases::load(&mut linked.connection, keys).await {
+        match table::load::<T>(&mut linked.connection, keys).await {
             Ok((rows, surroundings)) => {
                 self.servers.check(&linked, surroundings.timeline)?;
                 let (now, floor) = (surroundings.now, surroundings.floor);
@@ -317,7 +321,7 @@ impl Store<LeaseMachine> for PostgresStore {
         }
     }
 
-    async fn store(&self, lane: usize, link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
+    async fn store(&self, lane: usize, link: Link, writes: &[Write<T::State>]) -> Vec<Stored> {
         let mut lane = self.lanes[lane].lock().await;
         let mut linked = lane.slot.take().filter(|linked| linked.link == link);
         let mut results = vec![Stored::NotAccepted; writes.len()];
@@ -325,7 +329,7 @@ impl Store<LeaseMachine> for PostgresStore {
         for is_update in [true, false] {
             let chosen: Vec<usize> =
                 (0..writes.len()).filter(|&i| writes[i].expected.is_some() == is_update).collect();
-            store_chosen(&mut linked, is_update, writes, &chosen, &mut results).await;
+            store_chosen::<T>(&mut linked, is_update, writes, &chosen, &mut results).await;
         }
         lane.is_writing = false;
         if linked.is_some() {
@@ -335,9 +339,9 @@ impl Store<LeaseMachine> for PostgresStore {
         results
     }
 
-    async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
+    async fn list(&self, query: ListQuery) -> Result<Listed<T::State>, StoreError> {
         self.read(async |connection| {
-            let (rows, now) = leases::list(connection, &query).await?;
+            let (rows, now) = table::list::<T>(connection, &query).await?;
             Ok(Listed { rows, now })
         })
         .await
@@ -346,10 +350,10 @@ impl Store<LeaseMachine> for PostgresStore {
 
 /// Stores some of the writes, all updates or all inserts: in one statement, or when that is
 /// refused in halves, and so on, until a bad row fails alone.
-async fn store_chosen(
+async fn store_chosen<T: Table>(
     slot: &mut Option<Linked>,
     is_update: bool,
-    writes: &[Write<Lease>],
+    writes: &[Write<T::State>],
     chosen: &[usize],
     results: &mut [Stored],
 ) {
@@ -364,11 +368,11 @@ async fn store_chosen(
             }
             continue;
         };
-        let rows: Vec<&Write<Lease>> = group.iter().map(|&i| &writes[i]).collect();
+        let rows: Vec<&Write<T::State>> = group.iter().map(|&i| &writes[i]).collect();
         let stored = if is_update {
-            leases::update(&mut linked.connection, &rows).await
+            table::update::<T>(&mut linked.connection, &rows).await
         } else {
-            leases::insert(&mut linked.connection, &rows).await
+            table::insert::<T>(&mut linked.connection, &rows).await
         };
         match stored {
             Ok(accepted) => {
@@ -434,10 +438,18 @@ impl Backend for PostgresStore {
         let mut linked = self.linked(&mut slot).await?;
         let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
         let after = after.unwrap_or_else(Cursor::first);
-        match leases::clean_up(&mut linked.connection, micros, after).await {
+        let cleaned = match after.table {
+            CursorTable::Leases => {
+                table::clean_up::<LeaseMachine>(&mut linked.connection, micros, &after).await
+            }
+            CursorTable::Records => {
+                table::clean_up::<RecordMachine>(&mut linked.connection, micros, &after).await
+            }
+        };
+        match cleaned {
             Ok(cleaned) => {
                 *slot = Some(linked);
-                Ok(cleaned)
+                Ok(cleaned.or_next_table(&after))
             }
             Err(error) => Err(classify(&error, false).0),
         }
