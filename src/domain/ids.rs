@@ -1,6 +1,7 @@
 //! Names, as newtypes: parsed once at the edge, then trusted.
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use xxhash_rust::xxh3::Xxh3;
@@ -8,6 +9,8 @@ use xxhash_rust::xxh3::Xxh3;
 /// Why a text is not acceptable, worded for the person who sent it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InvalidText(String);
+
+impl std::error::Error for InvalidText {}
 
 impl fmt::Display for InvalidText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -67,6 +70,14 @@ macro_rules! text {
                 &self.0
             }
         }
+
+        impl FromStr for $name {
+            type Err = InvalidText;
+
+            fn from_str(text: &str) -> Result<Self, InvalidText> {
+                Self::new(text)
+            }
+        }
     };
 }
 
@@ -104,6 +115,12 @@ text!(
     /// The tenant that a key belongs to. Keys of two namespaces never meet.
     Namespace, 1, 256
 );
+
+impl Default for Scope {
+    fn default() -> Self {
+        Self::none()
+    }
+}
 
 impl Scope {
     /// The empty scope.

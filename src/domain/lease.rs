@@ -528,7 +528,7 @@ fn campaign(
             }
             ClaimOutcome::Held(lease) => CampaignOutcome::Following(lease),
             ClaimOutcome::Free => CampaignOutcome::Free,
-            ClaimOutcome::Stale(stale) => CampaignOutcome::Stale(stale),
+            ClaimOutcome::Stale(ended) => CampaignOutcome::Stale(ended),
         }),
     }
 }

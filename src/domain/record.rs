@@ -227,7 +227,32 @@ pub enum DeleteOutcome {
     InProgress(Lease),
 }
 
+/// Where a record stands at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecordState {
+    /// Somebody is at it, or was and let the time pass.
+    InProgress {
+        /// The time is over: the next claim gets it.
+        is_reclaimable: bool,
+    },
+    /// Nobody is at it: given back, freed by force, deleted or taken back.
+    Released,
+    /// It is done.
+    Completed,
+}
+
 impl Record {
+    /// Where it stands at `now`.
+    #[must_use]
+    pub fn state(&self, now: Timestamp) -> RecordState {
+        match self.lease.status {
+            _ if self.completion.is_some() => RecordState::Completed,
+            Status::Held => RecordState::InProgress { is_reclaimable: !self.lease.is_held(now) },
+            Status::Ended(Ending::Expired) => RecordState::InProgress { is_reclaimable: true },
+            Status::Ended(_) => RecordState::Released,
+        }
+    }
+
     /// Whether somebody is at it at `now`.
     #[must_use]
     pub fn is_in_progress(&self, now: Timestamp) -> bool {

@@ -61,6 +61,8 @@ impl Retention {
     pub const MIN_MS: i64 = 1_000;
     /// The longest, in milliseconds: a leap year.
     pub const MAX_MS: i64 = 31_622_400_000;
+    /// Of a stored response whose caller names none, unless configured.
+    pub const ONE_DAY: Self = Self(86_400_000);
 
     /// A length in milliseconds; `None` outside [`Self::MIN_MS`]..=[`Self::MAX_MS`].
     #[must_use]
@@ -84,6 +86,8 @@ impl Ttl {
     pub const MIN_MS: i64 = 100;
     /// The longest lease, in milliseconds: one day.
     pub const MAX_MS: i64 = 86_400_000;
+    /// Of a leader that names none: 15 seconds.
+    pub const LEADER: Self = Self(15_000);
 
     /// A length in milliseconds; `None` outside [`Self::MIN_MS`]..=[`Self::MAX_MS`].
     #[must_use]

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+pub use sqlx::PgPool;
 
 use crate::domain::Machine;
 use crate::domain::ids::{Key, Kind, Name, Namespace, Scope};
@@ -178,6 +179,11 @@ pub trait Backend: Debug + Send + Sync + 'static {
         retention: Duration,
         after: Option<Cursor>,
     ) -> Result<Cleaned, StoreError>;
+
+    /// A pool of connections to the same database, where that is Postgres.
+    fn pool(&self) -> Option<PgPool> {
+        None
+    }
 
     /// Ends background work and lets go of connections and files.
     async fn close(&self);

@@ -163,7 +163,13 @@ fn check(kind: Kind, cases: u32) {
             ($store:expr) => {{
                 let store = Arc::new($store);
                 let (limits, metrics) = (Limits::default(), Arc::clone(&metrics));
-                Engine::start(&(Arc::clone(&store) as _), store, Arc::clone(&hub), limits, metrics)
+                Engine::<LeaseMachine>::start(
+                    &(Arc::clone(&store) as _),
+                    store,
+                    Arc::clone(&hub),
+                    limits,
+                    &metrics,
+                )
             }};
         }
         match kind {

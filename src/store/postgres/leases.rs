@@ -31,13 +31,11 @@ impl Table for LeaseMachine {
 /// Adds the columns that a claim has in every table.
 pub(super) fn bind_lease<'q>(
     query: Bound<'q>,
-    leases: impl Iterator<Item = &'q Lease> + Clone,
+    leases: impl Iterator<Item = &'q Lease>,
 ) -> Bound<'q> {
-    fn column<'q, T>(
-        leases: &(impl Iterator<Item = &'q Lease> + Clone),
-        of: impl Fn(&'q Lease) -> T,
-    ) -> Vec<T> {
-        leases.clone().map(of).collect()
+    let leases: Vec<&Lease> = leases.collect();
+    fn column<'q, T>(leases: &[&'q Lease], of: impl Fn(&'q Lease) -> T) -> Vec<T> {
+        leases.iter().map(|lease| of(lease)).collect()
     }
     query
         .bind(column(&leases, |lease| lease.version.get()))

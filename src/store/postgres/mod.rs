@@ -25,7 +25,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::join_all;
 use sqlx::migrate::MigrateError;
-use sqlx::postgres::{PgConnectOptions, PgConnection};
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
 use sqlx::{ConnectOptions, Connection};
 use tokio::sync::{Mutex, mpsc};
 use tokio::time::{Instant, timeout};
@@ -67,6 +67,8 @@ pub struct PostgresStore {
     reads: Slot,
     /// For clean-up.
     cleaning: Slot,
+    /// For the program that this is part of; not used here.
+    pool: PgPool,
     wakes: Arc<Wakes>,
     messages: mpsc::UnboundedSender<Message>,
     tasks: TaskTracker,
@@ -233,6 +235,7 @@ impl PostgresStore {
         let mut lanes: Vec<Mutex<Lane>> = (0..LANES).map(|_| Mutex::default()).collect();
         lanes[0] = Mutex::new(Lane { slot: Some(first), ..Lane::default() });
         let stop = CancellationToken::new();
+        let pool_options = servers.current();
         let traffic = Arc::new(Wakes {
             servers: Arc::clone(&servers),
             notify_options: notify_url.map(parse).transpose()?,
@@ -254,6 +257,7 @@ impl PostgresStore {
             lanes,
             reads: Mutex::default(),
             cleaning: Mutex::default(),
+            pool: PgPoolOptions::new().connect_lazy_with(pool_options),
             wakes: traffic,
             messages,
             tasks,
@@ -455,8 +459,13 @@ impl Backend for PostgresStore {
         }
     }
 
+    fn pool(&self) -> Option<PgPool> {
+        Some(self.pool.clone())
+    }
+
     async fn close(&self) {
         self.stop.cancel();
+        self.pool.close().await;
         self.tasks.close();
         self.tasks.wait().await;
         let mut open = Vec::new();

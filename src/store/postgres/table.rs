@@ -11,6 +11,7 @@ use super::link::micros;
 use crate::domain::Machine;
 use crate::domain::ids::{Key, Name};
 use crate::domain::time::Timestamp;
+use crate::domain::version::Version;
 use crate::store::columns::{LeaseColumns, kind_number};
 use crate::store::{Cleaned, Cursor, ListQuery, Row, Write};
 
@@ -239,7 +240,7 @@ async fn write<T: Table>(
     writes: &[&Write<T::State>],
 ) -> Result<Vec<PgRow>, sqlx::Error> {
     let expected: Vec<Option<i64>> =
-        writes.iter().map(|write| write.expected.map(|revision| revision.get())).collect();
+        writes.iter().map(|write| write.expected.map(Version::get)).collect();
     let revisions: Vec<i64> = writes.iter().map(|write| write.row.revision.get()).collect();
     let query = keys(sqlx::query(statement), writes.iter().map(|write| &write.key));
     T::bind(query.bind(expected).bind(revisions), writes).fetch_all(connection).await
