@@ -13,7 +13,7 @@ use prometheus_client::registry::{Registry, Unit};
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct RouteLabels {
     /// The path as registered, never as requested.
-    pub route: &'static str,
+    pub route: String,
     /// The HTTP status.
     pub status: u16,
 }

@@ -19,10 +19,10 @@ use super::request::{
 };
 use super::router::{App, Received};
 use super::shape::{
-    Holder, LeaseBody, Subject, instant, metadata, millis, ok, polling_hint, stale_lease,
+    Holder, LeaseBody, Subject, audit, instant, metadata, millis, ok, polling_hint, stale_lease,
 };
 use super::token::PageToken;
-use crate::coordinator::{ClaimLease, WaitOutcome};
+use crate::coordinator::{ClaimLease, Reply, WaitOutcome};
 use crate::domain::ids::{Name, OwnerId, Prefix, Reason};
 use crate::domain::lease::{
     ClaimOutcome, ForceReleaseOutcome, Lease, OverReason, Reference, ReleaseOutcome, RenewOutcome,
@@ -211,7 +211,7 @@ request! {
 
 /// The answer to a renewal.
 #[derive(Serialize, ToSchema)]
-struct RenewLeaseResult {
+pub(super) struct RenewResult {
     /// `renewed`. More may be added.
     #[schema(example = "renewed")]
     outcome: &'static str,
@@ -233,7 +233,7 @@ struct RenewLeaseResult {
         "key": "report:2026-11", "owner_id": "worker-1", "version": 1_796_025_600_000_000_i64
     })),
     responses(
-        (status = 200, description = "The lease is extended.", body = RenewLeaseResult,
+        (status = 200, description = "The lease is extended.", body = RenewResult,
          example = json!({
             "outcome": "renewed",
             "lease": {
@@ -256,14 +256,23 @@ async fn renew_lease(
     let RenewLeaseRequest { key, owner_id, version, ttl_ms } = request;
     let reference = Reference { owner_id, version };
     let reply = app.coordinator.leases().renew(&key, reference, ttl_ms).await?;
-    let elapsed_ms = received.elapsed_ms();
     match reply.keep() {
-        (RenewOutcome::Renewed(lease), clock) => Ok(ok(RenewLeaseResult {
-            outcome: "renewed",
-            lease: LeaseBody::new(Subject::Lease(&key), &lease, clock),
-            elapsed_ms,
-        })),
+        (RenewOutcome::Renewed(lease), clock) => {
+            Ok(ok(RenewResult::new(Subject::Lease(&key), &lease, clock, &received)))
+        }
         (RenewOutcome::Stale(stale), clock) => Err(stale_lease(&stale, clock)),
+    }
+}
+
+impl RenewResult {
+    pub(super) fn new(
+        subject: Subject<'_>,
+        lease: &Lease,
+        clock: StoreClock,
+        received: &Received,
+    ) -> Self {
+        let elapsed_ms = received.elapsed_ms();
+        Self { outcome: "renewed", lease: LeaseBody::new(subject, lease, clock), elapsed_ms }
     }
 }
 
@@ -450,7 +459,7 @@ request! {
 
 /// The answer to a wait.
 #[derive(Serialize, ToSchema)]
-struct WaitForLeaseResult {
+pub(super) struct WaitResult {
     /// `released`: the watched lease is over, see `reason`. `timed_out`: it still holds the key.
     /// More may be added.
     #[schema(example = "released")]
@@ -483,7 +492,7 @@ struct WaitForLeaseResult {
         "key": "report:2026-11", "version": 1_796_025_600_000_000_i64, "wait_ms": 20_000
     })),
     responses(
-        (status = 200, description = "Whether the lease is over.", body = WaitForLeaseResult,
+        (status = 200, description = "Whether the lease is over.", body = WaitResult,
          example = json!({"outcome": "released", "reason": "released", "elapsed_ms": 840})),
         Problems
     )
@@ -496,13 +505,19 @@ async fn wait_for_lease(
     let WaitForLeaseRequest { key, version, wait_ms } = request;
     let wait = wait_ms.unwrap_or(DEFAULT_WAIT).duration();
     let reply = app.coordinator.leases().wait(&key, version, wait).await?;
-    let elapsed_ms = received.elapsed_ms();
-    let (outcome, clock) = reply.keep();
-    let (outcome, reason, holder) = match &outcome {
-        WaitOutcome::Over(reason) => ("released", Some(over_reason(*reason)), None),
-        WaitOutcome::TimedOut(lease) => ("timed_out", None, Some(Holder::new(lease, clock))),
-    };
-    Ok(ok(WaitForLeaseResult { outcome, reason, holder, elapsed_ms }))
+    Ok(ok(WaitResult::new(reply, &received)))
+}
+
+impl WaitResult {
+    pub(super) fn new(reply: Reply<WaitOutcome>, received: &Received) -> Self {
+        let elapsed_ms = received.elapsed_ms();
+        let (outcome, clock) = reply.keep();
+        let (outcome, reason, holder) = match &outcome {
+            WaitOutcome::Over(reason) => ("released", Some(over_reason(*reason)), None),
+            WaitOutcome::TimedOut(lease) => ("timed_out", None, Some(Holder::new(lease, clock))),
+        };
+        Self { outcome, reason, holder, elapsed_ms }
+    }
 }
 
 const fn over_reason(reason: OverReason) -> &'static str {
@@ -750,14 +765,14 @@ request! {
 
 /// The answer to a release by force.
 #[derive(Serialize, ToSchema)]
-struct ForceReleaseLeaseResult {
+pub(super) struct ForceReleaseResult {
     /// `released`, or `not_held`: there was nothing to free. More may be added.
     #[schema(example = "released")]
-    outcome: &'static str,
+    pub(super) outcome: &'static str,
     /// With `released`: the version that was ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 9_007_199_254_740_991_i64)]
-    version: Option<i64>,
+    pub(super) version: Option<i64>,
 }
 
 /// Free a key by force
@@ -771,7 +786,7 @@ struct ForceReleaseLeaseResult {
         "key": "report:2026-11", "reason": "worker-1 was scrapped"
     })),
     responses(
-        (status = 200, description = "Whether a lease was ended.", body = ForceReleaseLeaseResult,
+        (status = 200, description = "Whether a lease was ended.", body = ForceReleaseResult,
          example = json!({"outcome": "released", "version": 1_796_025_600_000_000_i64})),
         Problems
     )
@@ -783,18 +798,19 @@ async fn force_release_lease(
 ) -> Result<Response, Problem> {
     let ForceReleaseLeaseRequest { key, reason, version } = request;
     let reply = app.coordinator.leases().force_release(&key, version).await?;
-    let (outcome, version) = match reply.keep() {
-        (ForceReleaseOutcome::Released(version), _) => ("released", Some(version.get())),
-        (ForceReleaseOutcome::NotHeld, _) => ("not_held", None),
-    };
-    tracing::info!(
-        target: "audit",
-        action = "force_release_lease",
-        key = key.as_str(),
-        reason = reason.as_str(),
-        outcome,
-        version,
-        request_id = received.request_id(),
-    );
-    Ok(ok(ForceReleaseLeaseResult { outcome, version }))
+    let (outcome, _) = reply.keep();
+    let result = ForceReleaseResult::from(outcome);
+    audit("force_release_lease", &key, &reason, &result, &received);
+    Ok(ok(result))
+}
+
+impl From<ForceReleaseOutcome> for ForceReleaseResult {
+    fn from(outcome: ForceReleaseOutcome) -> Self {
+        match outcome {
+            ForceReleaseOutcome::Released(version) => {
+                Self { outcome: "released", version: Some(version.get()) }
+            }
+            ForceReleaseOutcome::NotHeld => Self { outcome: "not_held", version: None },
+        }
+    }
 }

@@ -1,5 +1,8 @@
 //! The service over HTTP: JSON in, JSON out. One file for each resource.
 
+mod executions;
+mod idempotency;
+mod leaders;
 mod leases;
 mod openapi;
 mod operations;

@@ -19,16 +19,20 @@ use super::problem::ProblemBody;
     info(
         title = "Fencepost",
         description = "Coordinates processes over the Postgres they already have, or over an \
-            embedded file: fenced leases.\n\nAn outcome is a value, an error is a problem: asking \
+            embedded file: fenced leases, executions that run once, stored responses of \
+            writes, and a leader gate.\n\nAn outcome is a value, an error is a problem: asking \
             answers 200 with an `outcome`, whoever wins. `outcome`, `state`, `reason` and `code` \
             are open: expect values that this document does not name. Durations are milliseconds; \
             instants are RFC 3339 in UTC, by the store's clock. `version` is the fencing token.",
         license(name = "Apache-2.0", identifier = "Apache-2.0"),
-        contact(name = "The Fencepost project", url = "https://example.com/fencepost")
+        contact(name = "The Fencepost project")
     ),
     servers((url = "/", description = "Where this document came from")),
     tags(
         (name = "leases", description = "Who may do the downstream work for a key"),
+        (name = "executions", description = "Run one logical invocation once, and replay its result"),
+        (name = "idempotency", description = "The stored HTTP response of a write, shared by all replicas"),
+        (name = "leaders", description = "Exactly one replica runs the scheduler"),
         (name = "operations", description = "Health, limits and figures of the service")
     ),
     components(schemas(ProblemBody))
@@ -43,6 +47,12 @@ pub(super) struct ReadProblems;
 
 /// The problem of a caller that does not hold what it refers to.
 pub(super) struct OwnershipLost;
+
+/// The problem of an owner that does not lead.
+pub(super) struct NotLeader;
+
+/// The problems of a record that is not as the caller thinks.
+pub(super) struct RecordConflict;
 
 fn problem(description: &str, with_retry_after: bool) -> RefOr<Response> {
     let header = |kind, description: &str| {
@@ -99,6 +109,23 @@ impl IntoResponses for ReadProblems {
 impl IntoResponses for OwnershipLost {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
         problems(&[("409", "`stale_lease`: the caller does not hold the key; `reason` tells why.")])
+    }
+}
+
+impl IntoResponses for NotLeader {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        problems(&[("409", "`not_leader`: that owner does not lead now.")])
+    }
+}
+
+impl IntoResponses for RecordConflict {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        problems(&[(
+            "409",
+            "`stale_lease`: the caller does not hold the claim; `reason` tells why. \
+             `already_completed`: something else is stored. `already_in_progress`: somebody is at \
+             it.",
+        )])
     }
 }
 

@@ -17,9 +17,11 @@ use super::problem::Problem;
 use super::request::{Limit, Members, Metadata, WaitMs};
 use super::router::App;
 use super::shape::{millis, ok};
-use crate::domain::ids::{Name, OwnerId, Reason};
-use crate::domain::time::Ttl;
+use crate::domain::idempotency::Head;
+use crate::domain::ids::{Binding, CorrelationId, Name, OwnerId, Reason, Scope};
+use crate::domain::time::{Retention, Ttl};
 use crate::domain::version::Version;
+use crate::domain::{execution, idempotency};
 
 /// The routes in the OpenAPI document.
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
@@ -120,7 +122,7 @@ struct Capabilities {
     #[schema(example = "postgres")]
     store: &'static str,
     /// The resources that it serves.
-    #[schema(example = json!(["leases"]))]
+    #[schema(example = json!(["leases", "executions", "idempotency", "leaders"]))]
     resources: &'static [&'static str],
     /// The limits that requests must keep.
     limits: CapabilityLimits,
@@ -131,10 +133,18 @@ struct Capabilities {
 /// The limits that requests must keep.
 #[derive(Serialize, ToSchema)]
 struct CapabilityLimits {
-    /// The longest key, in bytes of UTF-8.
+    /// The longest key, execution id or name, in bytes of UTF-8.
     key_bytes: usize,
+    /// The longest scope, in bytes of UTF-8.
+    scope_bytes: usize,
     /// The longest owner id, in bytes of UTF-8.
     owner_id_bytes: usize,
+    /// The longest correlation id, in bytes of UTF-8.
+    correlation_id_bytes: usize,
+    /// The longest intent, in bytes of UTF-8.
+    intent_bytes: usize,
+    /// The longest fingerprint, in bytes of UTF-8.
+    fingerprint_bytes: usize,
     /// The longest reason of a release by force, in bytes of UTF-8.
     reason_bytes: usize,
     /// The largest metadata, in bytes of compact JSON.
@@ -143,12 +153,28 @@ struct CapabilityLimits {
     ttl_ms_min: i64,
     /// The longest lease.
     ttl_ms_max: i64,
+    /// The shortest time that a response is kept.
+    retention_ms_min: i64,
+    /// The longest time that a response is kept.
+    retention_ms_max: i64,
     /// The longest wait.
     wait_ms_max: u32,
     /// The largest version.
     version_max: i64,
     /// The largest request body, in bytes.
     request_body_bytes: usize,
+    /// The largest result of an execution, in bytes of JSON.
+    result_bytes: usize,
+    /// The largest body of a stored response, in bytes.
+    body_bytes: usize,
+    /// The most headers of a stored response.
+    headers: usize,
+    /// The most bytes of all headers of a stored response.
+    headers_bytes: usize,
+    /// The most stored responses of one namespace; the oldest are dropped beyond. Only on the
+    /// memory store.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stored_responses: Option<usize>,
     /// The largest request body of the `-many` calls, in bytes.
     many_request_body_bytes: usize,
     /// The most items of a `-many` call.
@@ -162,8 +188,19 @@ struct CapabilityLimits {
 /// What members that are left out stand for.
 #[derive(Serialize, ToSchema)]
 struct CapabilityDefaults {
-    /// Of `waitForLease`.
+    /// Of `waitForLease` and `waitForLeader`.
     wait_ms: u32,
+    /// Of the claim of an execution.
+    execution_ttl_ms: i64,
+    /// How long a completed execution is kept; absent: for ever.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    execution_retention_ms: Option<i64>,
+    /// Of the claim of a write.
+    idempotency_ttl_ms: i64,
+    /// Of a stored response.
+    idempotency_retention_ms: i64,
+    /// Of a leader.
+    leader_ttl_ms: i64,
     /// Of lists.
     list_limit: u32,
 }
@@ -187,27 +224,44 @@ impl Members for PlainBody {
     )
 )]
 async fn get_capabilities(State(app): State<Arc<App>>) -> Response {
+    let (backend, options) = (app.coordinator.backend(), app.coordinator.options());
     ok(Capabilities {
         version: env!("CARGO_PKG_VERSION"),
-        store: app.coordinator.backend().name(),
-        resources: &["leases"],
+        store: backend.name(),
+        resources: &["leases", "executions", "idempotency", "leaders"],
         limits: CapabilityLimits {
             key_bytes: Name::MAX_BYTES,
+            scope_bytes: Scope::MAX_BYTES,
             owner_id_bytes: OwnerId::MAX_BYTES,
+            correlation_id_bytes: CorrelationId::MAX_BYTES,
+            intent_bytes: Binding::MAX_BYTES,
+            fingerprint_bytes: Binding::MAX_BYTES,
             reason_bytes: Reason::MAX_BYTES,
             metadata_bytes: Metadata::MAX_BYTES,
             ttl_ms_min: Ttl::MIN_MS,
             ttl_ms_max: Ttl::MAX_MS,
+            retention_ms_min: Retention::MIN_MS,
+            retention_ms_max: Retention::MAX_MS,
             wait_ms_max: WaitMs::MAX,
             version_max: Version::MAX,
             request_body_bytes: PlainBody::MAX_BYTES,
+            result_bytes: super::executions::RESULT_BYTES.1,
+            body_bytes: super::idempotency::BODY_BYTES.1,
+            headers: Head::MAX_HEADERS,
+            headers_bytes: Head::MAX_BYTES,
+            stored_responses: backend.stored_responses(),
             many_request_body_bytes: super::leases::MANY_BYTES.1,
             many_items: super::request::MAX_ITEMS,
             list_limit: Limit::MAX,
-            request_timeout_ms: millis(app.coordinator.options().limits.request_timeout),
+            request_timeout_ms: millis(options.limits.request_timeout),
         },
         defaults: CapabilityDefaults {
             wait_ms: super::leases::DEFAULT_WAIT.0,
+            execution_ttl_ms: execution::DEFAULT_TTL_MS,
+            execution_retention_ms: options.execution_retention.map(Retention::as_millis),
+            idempotency_ttl_ms: idempotency::DEFAULT_TTL_MS,
+            idempotency_retention_ms: options.idempotency_retention.as_millis(),
+            leader_ttl_ms: Ttl::LEADER.as_millis(),
             list_limit: Limit::DEFAULT.0,
         },
     })

@@ -71,8 +71,9 @@ struct Current {
     /// As in the resource's `state`.
     #[schema(example = "free")]
     state: &'static str,
-    /// The newest owner.
-    owner_id: String,
+    /// The newest owner; absent where something was put without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    owner_id: Option<String>,
     /// The newest version.
     #[schema(minimum = 1, maximum = 9_007_199_254_740_991_i64)]
     version: i64,
@@ -80,7 +81,8 @@ struct Current {
 
 impl Current {
     fn of(lease: &Lease, state: &'static str) -> Self {
-        Self { state, owner_id: lease.owner_id.as_str().to_owned(), version: lease.version.get() }
+        let owner_id = Some(lease.owner_id.as_str().to_owned()).filter(|id| !id.is_empty());
+        Self { state, owner_id, version: lease.version.get() }
     }
 }
 
@@ -116,6 +118,11 @@ impl Problem {
             errors.iter().map(|e| format!("{}: {}", e.field, e.message)).collect();
         Self::new(StatusCode::BAD_REQUEST, "invalid_request", named.join("; "))
             .with(|body| body.errors = errors)
+    }
+
+    /// One member that is wrong.
+    pub(super) fn invalid_member(field: String, message: String) -> Self {
+        Self::invalid_request(vec![FieldError { field, message }])
     }
 
     pub(super) fn route_not_found(path: &str) -> Self {
@@ -156,8 +163,8 @@ impl Problem {
         Self::new(StatusCode::CONFLICT, "not_leader", "this owner does not lead now")
     }
 
-    /// `state` is that of what the key holds instead.
-    pub(super) fn stale_lease(stale: &Stale, state: &'static str) -> Self {
+    /// `current` is the state of what the key holds instead.
+    pub(super) fn stale_lease(stale: &Stale, current: &'static str) -> Self {
         let detail = match stale.reason {
             StaleReason::Superseded => {
                 "a newer lease was granted for this key; stop the work that this one guarded"
@@ -175,7 +182,7 @@ impl Problem {
         };
         Self::new(StatusCode::CONFLICT, "stale_lease", detail).with(|body| {
             body.reason = Some(stale_reason(stale.reason));
-            body.current = stale.current.as_ref().map(|lease| Current::of(lease, state));
+            body.current = stale.current.as_ref().map(|lease| Current::of(lease, current));
         })
     }
 
@@ -215,6 +222,10 @@ impl Problem {
 
     pub(super) fn code(&self) -> &'static str {
         self.0.code
+    }
+
+    pub(super) fn reason(&self) -> Option<&'static str> {
+        self.0.reason
     }
 
     pub(super) fn into_errors(self) -> Vec<FieldError> {

@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use super::openapi::{Api, Documents};
 use super::problem::Problem;
-use super::{leases, operations};
+use super::{executions, idempotency, leaders, leases, operations};
 use crate::coordinator::Coordinator;
 use crate::telemetry::{Metrics, RouteLabels};
 
@@ -52,7 +52,12 @@ impl Received {
 const REQUEST_ID: &str = "x-request-id";
 
 fn api() -> OpenApiRouter<Arc<App>> {
-    OpenApiRouter::with_openapi(Api::openapi()).merge(leases::routes()).merge(operations::routes())
+    OpenApiRouter::with_openapi(Api::openapi())
+        .merge(leases::routes())
+        .merge(executions::routes())
+        .merge(idempotency::routes())
+        .merge(leaders::routes())
+        .merge(operations::routes())
 }
 
 /// The OpenAPI documents of this version.
@@ -90,8 +95,8 @@ pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<A
 async fn envelope(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let at = Instant::now();
     let request_id = request_id(request.headers());
-    let route =
-        request.extensions().get::<MatchedPath>().map_or("other", |path| known(path.as_str()));
+    let matched = request.extensions().get::<MatchedPath>();
+    let route = matched.map_or("other", MatchedPath::as_str).to_owned();
     let span = tracing::info_span!(
         "request",
         method = %request.method(),
@@ -147,28 +152,4 @@ fn trace_id(headers: &HeaderMap) -> Option<&str> {
     let (_version, trace_id) = (parts.next()?, parts.next()?);
     let is_fine = trace_id.len() == 32 && trace_id.bytes().all(|byte| byte.is_ascii_hexdigit());
     is_fine.then_some(trace_id)
-}
-
-/// The registered paths, as they appear in metrics.
-fn known(path: &str) -> &'static str {
-    const PATHS: &[&str] = &[
-        "/v1/leases/claim",
-        "/v1/leases/renew",
-        "/v1/leases/renew-many",
-        "/v1/leases/release",
-        "/v1/leases/wait",
-        "/v1/leases/verify",
-        "/v1/leases/state",
-        "/v1/leases",
-        "/v1/leases/force-release",
-        "/v1/capabilities",
-        "/livez",
-        "/readyz",
-        "/metrics",
-        "/openapi.json",
-        "/openapi-3.0.json",
-        "/docs",
-        "/docs/{*file}",
-    ];
-    PATHS.iter().find(|known| **known == path).copied().unwrap_or("other")
 }

@@ -10,10 +10,14 @@ use time::format_description::BorrowedFormatItem;
 use time::macros::format_description;
 use utoipa::ToSchema;
 
+use super::leases::ForceReleaseResult;
 use super::problem::Problem;
-use crate::domain::ids::{Name, Scope};
-use crate::domain::lease::{Lease, Stale};
-use crate::domain::time::Timestamp;
+use super::request::Field;
+use super::router::Received;
+use crate::domain::ids::{Name, Reason, Scope};
+use crate::domain::lease::{Ending, Lease, Stale, Status};
+use crate::domain::record::RecordState;
+use crate::domain::time::{Timestamp, Ttl};
 use crate::store::StoreClock;
 
 const RFC_3339_MILLIS: &[BorrowedFormatItem<'_>] =
@@ -168,6 +172,75 @@ impl Holder {
 pub(super) fn stale_lease(stale: &Stale, clock: StoreClock) -> Problem {
     let is_held = stale.current.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
     Problem::stale_lease(stale, if is_held { "held" } else { "free" })
+}
+
+/// The problem of a caller that does not hold the claim of a record that it refers to.
+pub(super) fn record_stale(stale: &Stale) -> Problem {
+    let current = match stale.current.as_ref().map(|lease| lease.status) {
+        Some(Status::Held | Status::Ended(Ending::Expired)) => "in_progress",
+        Some(Status::Ended(Ending::Completed | Ending::Put)) => "completed",
+        Some(Status::Ended(Ending::Released | Ending::Revoked | Ending::Undone)) | None => {
+            "released"
+        }
+    };
+    Problem::stale_lease(stale, current)
+}
+
+/// The length of a claim that names none.
+pub(super) const fn default_ttl(millis: i64) -> Ttl {
+    Ttl::from_stored(millis)
+}
+
+/// A filter on the state of a record.
+#[derive(Clone, Copy)]
+pub(super) enum RecordStateName {
+    InProgress,
+    Released,
+    Completed,
+}
+
+impl RecordStateName {
+    pub(super) fn is(self, state: RecordState) -> bool {
+        match state {
+            RecordState::InProgress { .. } => matches!(self, Self::InProgress),
+            RecordState::Released => matches!(self, Self::Released),
+            RecordState::Completed => matches!(self, Self::Completed),
+        }
+    }
+}
+
+impl Field for RecordStateName {
+    fn from_json(_json: &RawValue) -> Result<Self, String> {
+        Err("must be a query parameter".to_owned())
+    }
+
+    fn from_text(text: &str) -> Result<Self, String> {
+        match text {
+            "in_progress" => Ok(Self::InProgress),
+            "released" => Ok(Self::Released),
+            "completed" => Ok(Self::Completed),
+            _ => Err("must be in_progress, released or completed".to_owned()),
+        }
+    }
+}
+
+/// Writes down what an administrator did, and why.
+pub(super) fn audit(
+    action: &'static str,
+    name: &Name,
+    reason: &Reason,
+    result: &ForceReleaseResult,
+    received: &Received,
+) {
+    tracing::info!(
+        target: "audit",
+        action,
+        key = name.as_str(),
+        reason = reason.as_str(),
+        outcome = result.outcome,
+        version = result.version,
+        request_id = received.request_id(),
+    );
 }
 
 /// A 200 reply.

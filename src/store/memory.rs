@@ -264,6 +264,10 @@ impl Backend for MemoryStore {
         1
     }
 
+    fn stored_responses(&self) -> Option<usize> {
+        Some(MAX_STORED_RESPONSES)
+    }
+
     fn wake_path(&self) -> WakePath {
         WakePath::Local
     }

@@ -180,6 +180,11 @@ pub trait Backend: Debug + Send + Sync + 'static {
         after: Option<Cursor>,
     ) -> Result<Cleaned, StoreError>;
 
+    /// The most stored responses of one namespace, where that is bounded.
+    fn stored_responses(&self) -> Option<usize> {
+        None
+    }
+
     /// A pool of connections to the same database, where that is Postgres.
     fn pool(&self) -> Option<PgPool> {
         None

@@ -33,10 +33,10 @@ pub(super) fn bind_lease<'q>(
     query: Bound<'q>,
     leases: impl Iterator<Item = &'q Lease>,
 ) -> Bound<'q> {
-    let leases: Vec<&Lease> = leases.collect();
     fn column<'q, T>(leases: &[&'q Lease], of: impl Fn(&'q Lease) -> T) -> Vec<T> {
         leases.iter().map(|lease| of(lease)).collect()
     }
+    let leases: Vec<&Lease> = leases.collect();
     query
         .bind(column(&leases, |lease| lease.version.get()))
         .bind(column(&leases, |lease| status_number(lease.status)))
