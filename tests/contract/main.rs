@@ -3,5 +3,15 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod check;
 mod claims;
+mod field_cases;
+mod layers;
 mod model;
+mod operations;
+mod reads;
+mod releases;
+mod renewals;
+mod requests;
+mod waits;
+mod wire;
