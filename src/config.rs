@@ -26,9 +26,8 @@ impl Dsn {
     pub fn parse(urls: &[String]) -> Result<Self, String> {
         let urls: Vec<&str> =
             urls.iter().map(|url| url.trim()).filter(|url| !url.is_empty()).collect();
-        let is_postgres = |url: &&str| {
-            url.starts_with("postgres://") || url.starts_with("postgresql://")
-        };
+        let is_postgres =
+            |url: &&str| url.starts_with("postgres://") || url.starts_with("postgresql://");
         match urls.as_slice() {
             [] => Err("--database-url is empty".to_owned()),
             ["memory" | "memory:"] => Ok(Self::Memory),
@@ -76,7 +75,12 @@ pub struct Config {
     pub notify_url: Option<String>,
 
     /// The address to serve HTTP on
-    #[arg(long, env = "FENCEPOST_LISTEN", default_value = "127.0.0.1:7420", value_name = "ADDRESS")]
+    #[arg(
+        long,
+        env = "FENCEPOST_LISTEN",
+        default_value = "127.0.0.1:7420",
+        value_name = "ADDRESS"
+    )]
     pub listen: SocketAddr,
 
     /// Serve on an address other than loopback although there is no access control
@@ -119,11 +123,12 @@ pub enum OnOff {
 }
 
 /// The longest duration that can be set: ten years.
-const MAX_DURATION: Duration = Duration::from_secs(10 * 366 * 86_400);
+const MAX_DURATION: Duration = Duration::from_hours(10 * 366 * 24);
 
 fn duration(text: &str) -> Result<Duration, String> {
     let example = "write it like 500ms, 30s or 24h";
-    let duration = humantime::parse_duration(text).map_err(|error| format!("{error}; {example}"))?;
+    let duration =
+        humantime::parse_duration(text).map_err(|error| format!("{error}; {example}"))?;
     if duration > MAX_DURATION {
         return Err("longer than ten years".to_owned());
     }

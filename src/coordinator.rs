@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
@@ -49,8 +49,8 @@ impl Default for CoordinatorOptions {
             migrate: true,
             connect_timeout: Duration::from_secs(30),
             notify_url: None,
-            idle_key_retention: Duration::from_secs(86_400),
-            cleanup_interval: Duration::from_secs(60),
+            idle_key_retention: Duration::from_hours(24),
+            cleanup_interval: Duration::from_mins(1),
             limits: Limits::default(),
             metrics: Arc::default(),
         }
@@ -104,7 +104,7 @@ impl Coordinator {
         options: &CoordinatorOptions,
     ) -> Self {
         let leases = Engine::start(
-            Arc::clone(&lease_store),
+            &lease_store,
             Arc::clone(&backend),
             hub,
             options.limits,
@@ -185,26 +185,42 @@ async fn open_store(
     })
 }
 
-/// Deletes idle keys now and then; each replica does, at its own moments.
-async fn clean_up(
-    backend: Arc<dyn Backend>,
-    options: CoordinatorOptions,
-    stop: CancellationToken,
-) {
+/// Deletes idle keys now and then, in bounded chunks; each replica does, at its own moments. A
+/// pass that fails goes on where it was.
+async fn clean_up(backend: Arc<dyn Backend>, options: CoordinatorOptions, stop: CancellationToken) {
+    let mut after = None;
     loop {
-        let pause = options.cleanup_interval.mul_f64(rand::random_range(0.9..1.1));
-        tokio::select! {
-            () = sleep(pause) => {}
-            () = stop.cancelled() => return,
-        }
-        match backend.clean_up(options.idle_key_retention).await {
-            Ok(deleted) => {
-                options.metrics.cleaned_keys.inc_by(deleted);
+        if after.is_none() {
+            let pause = options.cleanup_interval.mul_f64(rand::random_range(0.9..1.1));
+            tokio::select! {
+                () = sleep(pause) => {}
+                () = stop.cancelled() => return,
             }
-            Err(error) => tracing::warn!(%error, "clean-up failed; the next one goes on"),
+        }
+        let chunk = backend.clean_up(options.idle_key_retention, after.clone());
+        let chunk = tokio::select! {
+            chunk = timeout(CLEAN_UP_TIMEOUT, chunk) => chunk,
+            () = stop.cancelled() => return,
+        };
+        let error = match chunk {
+            Ok(Ok(chunk)) => {
+                options.metrics.cleaned_keys.inc_by(chunk.deleted);
+                after = chunk.next;
+                continue;
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "the store did not answer in time".to_owned(),
+        };
+        tracing::warn!(error, "clean-up was interrupted and goes on");
+        tokio::select! {
+            () = sleep(Duration::from_secs(1)) => {}
+            () = stop.cancelled() => return,
         }
     }
 }
+
+/// How long one chunk of clean-up may take.
+const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An outcome with the store's time behind it.
 #[derive(Debug)]
@@ -258,8 +274,8 @@ pub enum WaitOutcome {
 /// One stretch of a list.
 #[derive(Debug)]
 pub struct Page {
-    /// Keys in the order of their bytes.
-    pub items: Vec<(Name, Lease)>,
+    /// Keys in the order of their bytes; whether each is held.
+    pub items: Vec<(Name, Lease, bool)>,
     /// Where the next stretch begins, if there may be one.
     pub next: Option<Name>,
     /// The store's time.
@@ -446,23 +462,25 @@ impl Leases<'_> {
         // In a task of its own: a caller that leaves must not tear the store's connection.
         let listing = tokio::spawn(async move {
             let sent = std::time::Instant::now();
-            let query =
-                ListQuery { kind: Kind::Lease, namespace, prefix, after, limit: MAX_SCAN };
+            let query = ListQuery { kind: Kind::Lease, namespace, prefix, after, limit: MAX_SCAN };
             let listed = store.list(query).await?;
             let clock = StoreClock { now: listed.now, sent };
             let is_whole = listed.rows.len() < MAX_SCAN;
             let mut last = listed.rows.last().map(|(name, _)| name.clone());
-            let mut items: Vec<(Name, Lease)> = listed
+            let mut items: Vec<(Name, Lease, bool)> = listed
                 .rows
                 .into_iter()
-                .map(|(name, row)| (name, row.state))
-                .filter(|(_, lease)| held.is_none_or(|held| lease.is_held(clock.now) == held))
+                .map(|(name, row)| {
+                    let is_held = row.state.is_held(clock.now);
+                    (name, row.state, is_held)
+                })
+                .filter(|(_, _, is_held)| held.is_none_or(|held| *is_held == held))
                 .take(limit + 1)
                 .collect();
             let is_cut = items.len() > limit;
             if is_cut {
                 items.truncate(limit);
-                last = items.last().map(|(name, _)| name.clone());
+                last = items.last().map(|(name, ..)| name.clone());
             }
             let next = last.filter(|_| is_cut || !is_whole);
             Ok(Page { items, next, clock })
@@ -480,7 +498,7 @@ fn still_running(lease: &Lease, clock: StoreClock) -> Result<(), EngineError> {
         return Ok(());
     }
     Err(EngineError::Unavailable(
-        "the lease was granted, but the store took longer than its ttl".into(),
+        "the lease was granted or extended, but the store took longer than its ttl".into(),
     ))
 }
 
@@ -494,6 +512,10 @@ impl Question<LeaseMachine> for ClaimInLine {
 
     fn command(&mut self, is_first: bool) -> Command {
         Command::Claim(Claim { may_take: is_first, ..self.claim.clone() })
+    }
+
+    fn may_grant(&self) -> bool {
+        true
     }
 
     fn judge(&mut self, answer: Answer<LeaseMachine>) -> Verdict<Self::Answer> {
@@ -524,6 +546,10 @@ impl Question<LeaseMachine> for EndOf {
 
     fn command(&mut self, _is_first: bool) -> Command {
         Command::Watch { version: self.version }
+    }
+
+    fn may_grant(&self) -> bool {
+        false
     }
 
     fn judge(&mut self, answer: Answer<LeaseMachine>) -> Verdict<Self::Answer> {

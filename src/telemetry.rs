@@ -166,8 +166,7 @@ pub fn start_logging(
     with_colour: bool,
 ) -> Result<(), tracing_subscriber::filter::ParseError> {
     let filter = tracing_subscriber::EnvFilter::builder().parse(filter)?;
-    let lines =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match format {
         LogFormat::Text => lines.with_target(false).with_ansi(with_colour).init(),
         LogFormat::Json => lines.json().flatten_event(true).init(),

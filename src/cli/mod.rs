@@ -81,6 +81,7 @@ impl From<OpenError> for Failure {
 }
 
 /// Runs the command line; its errors are one line each.
+#[must_use]
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
@@ -124,9 +125,9 @@ async fn serve(config: Config) -> Result<(), Failure> {
     let stop = CancellationToken::new();
     let metrics = Arc::new(Metrics::default());
     // First the address: if that is taken, the store is better left alone.
-    let listener = TcpListener::bind(config.listen).await.map_err(|error| {
-        Failure::other(format!("cannot listen on {}: {error}", config.listen))
-    })?;
+    let listener = TcpListener::bind(config.listen)
+        .await
+        .map_err(|error| Failure::other(format!("cannot listen on {}: {error}", config.listen)))?;
     let options = CoordinatorOptions {
         migrate: config.migrate == OnOff::On,
         connect_timeout: config.connect_timeout,
@@ -216,7 +217,8 @@ async fn check_health(listen: SocketAddr) -> Result<(), Failure> {
     }
     let asking = async {
         let mut stream = TcpStream::connect(address).await?;
-        let request = format!("GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+        let request =
+            format!("GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut reply = String::new();
         stream.read_to_string(&mut reply).await?;

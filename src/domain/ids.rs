@@ -83,6 +83,10 @@ text!(
     Reason, 1, 512
 );
 text!(
+    /// The beginning of names: 0 to 512 bytes.
+    Prefix, 0, 512
+);
+text!(
     /// The tenant that a key belongs to. Keys of two namespaces never meet.
     Namespace, 1, 256
 );

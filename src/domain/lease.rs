@@ -447,11 +447,8 @@ fn renew(
 ) -> Decision<Lease, RenewOutcome> {
     owned(state, reference, at, RenewOutcome::Stale, |lease| {
         let ttl = ttl.unwrap_or(lease.ttl);
-        let renewed = Lease {
-            ttl,
-            expires_at: lease.expires_at.max(at.now.after(ttl)),
-            ..lease.clone()
-        };
+        let renewed =
+            Lease { ttl, expires_at: lease.expires_at.max(at.now.after(ttl)), ..lease.clone() };
         Decision::Write(renewed.clone(), RenewOutcome::Renewed(renewed))
     })
 }
@@ -481,7 +478,6 @@ fn owned<O>(
     refuse: impl FnOnce(Stale) -> O,
     act: impl FnOnce(&Lease) -> Decision<Lease, O>,
 ) -> Decision<Lease, O> {
-    let stale = |reason| Stale { reason, current: state.cloned() };
     let reason = match state {
         Some(lease) if lease.matches(reference) => match lease.standing(at.now) {
             Standing::Held => return act(lease),
@@ -491,7 +487,7 @@ fn owned<O>(
         Some(lease) if reference.version < lease.version => StaleReason::Superseded,
         _ => StaleReason::Unknown,
     };
-    Decision::Keep(refuse(stale(reason)))
+    Decision::Keep(refuse(Stale { reason, current: state.cloned() }))
 }
 
 /// Tells that a lease is over, and writes it first.
@@ -502,11 +498,7 @@ fn stale_by_expiry(lease: &Lease) -> Decision<Lease, Stale> {
 }
 
 /// Looks whether one generation still holds the key, for somebody who waits for its end.
-fn watch(
-    state: Option<&Lease>,
-    version: Option<Version>,
-    at: At,
-) -> Decision<Lease, WatchOutcome> {
+fn watch(state: Option<&Lease>, version: Option<Version>, at: At) -> Decision<Lease, WatchOutcome> {
     let over = |reason| Decision::Keep(WatchOutcome::Over(reason));
     let Some(lease) = state else {
         return over(OverReason::NotHeld);
@@ -572,5 +564,317 @@ pub fn verify(
     match state.filter(|lease| lease.is_held(now)).map(|lease| lease.version) {
         Some(current) if current == version => Ok(()),
         current => Err(current),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// One key, its clock, and the rule of stamps.
+    #[derive(Default)]
+    struct Cell {
+        row: Option<(Version, Lease)>,
+        now: i64,
+        writes: u32,
+    }
+
+    impl Cell {
+        fn new() -> Self {
+            Self { now: 1_000_000, ..Self::default() }
+        }
+
+        fn run(&mut self, command: &Command) -> Outcome {
+            let now = Timestamp::from_micros(self.now);
+            let stamp = Version::next(self.row.as_ref().map(|row| row.0), 0, now).unwrap();
+            let lease = self.row.as_ref().map(|row| &row.1);
+            match LeaseMachine::apply(lease, command, At { now, stamp }) {
+                Decision::Keep(outcome) => outcome,
+                Decision::Write(lease, outcome) => {
+                    self.row = Some((stamp, lease));
+                    self.writes += 1;
+                    outcome
+                }
+            }
+        }
+
+        fn pass(&mut self, millis: i64) {
+            self.now += millis * 1_000;
+        }
+
+        fn claim(&mut self, owner: &str) -> ClaimOutcome {
+            self.claim_as(owner, None)
+        }
+
+        fn claim_as(&mut self, owner: &str, attempt_id: Option<Uuid>) -> ClaimOutcome {
+            let grant_id = self.now + i64::from(self.writes);
+            let claim = Claim { attempt_id, ..wish(owner, grant_id) };
+            match self.run(&Command::Claim(claim)) {
+                Outcome::Claim(outcome) => outcome,
+                other => panic!("{other:?}"),
+            }
+        }
+
+        fn granted(&mut self, owner: &str) -> Reference {
+            match self.claim(owner) {
+                ClaimOutcome::Claimed { lease, .. } => reference(&lease),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn wish(owner: &str, grant_id: i64) -> Claim {
+        Claim {
+            owner_id: OwnerId::from_stored(owner),
+            ttl: Ttl::from_stored(1_000),
+            attempt_id: None,
+            grant_id,
+            metadata: None,
+            may_take: true,
+        }
+    }
+
+    fn reference(lease: &Lease) -> Reference {
+        Reference { owner_id: lease.owner_id.clone(), version: lease.version }
+    }
+
+    fn stale(outcome: &Outcome) -> Option<StaleReason> {
+        match outcome {
+            Outcome::Renew(RenewOutcome::Stale(stale))
+            | Outcome::Release(ReleaseOutcome::Stale(stale))
+            | Outcome::Claim(ClaimOutcome::Stale(stale)) => Some(stale.reason),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn a_claim_at_the_very_end_succeeds_and_one_before_it_does_not() {
+        let mut key = Cell::new();
+        key.granted("a");
+        key.now += 999_999;
+        assert!(matches!(key.claim("b"), ClaimOutcome::Held(_)));
+        key.now += 1;
+        assert!(matches!(key.claim("b"), ClaimOutcome::Claimed { .. }));
+    }
+
+    #[test]
+    fn a_lapsed_lease_cannot_be_renewed_though_nobody_came() {
+        let mut key = Cell::new();
+        let reference = key.granted("a");
+        key.pass(1_000);
+        let renew = Command::Renew { reference: reference.clone(), ttl: None };
+        assert_eq!(stale(&key.run(&renew)), Some(StaleReason::Expired));
+        assert_eq!(stale(&key.run(&Command::Release(reference))), Some(StaleReason::Expired));
+    }
+
+    #[test]
+    fn an_expiry_that_is_told_is_written() {
+        let mut key = Cell::new();
+        let reference = key.granted("a");
+        key.pass(1_000);
+        let before = key.writes;
+        let told = key.run(&Command::Watch { version: Some(reference.version) });
+        assert_eq!(told, Outcome::Watch(WatchOutcome::Over(OverReason::Expired)));
+        assert_eq!(key.writes, before + 1);
+        // And once is enough.
+        key.run(&Command::Watch { version: Some(reference.version) });
+        assert_eq!(key.writes, before + 1);
+    }
+
+    #[test]
+    fn a_renewal_never_shortens() {
+        let mut key = Cell::new();
+        let reference = key.granted("a");
+        let ttl = Some(Ttl::from_stored(100));
+        let Outcome::Renew(RenewOutcome::Renewed(lease)) =
+            key.run(&Command::Renew { reference, ttl })
+        else {
+            panic!("not renewed")
+        };
+        assert_eq!(lease.expires_at.as_micros(), key.now + 1_000_000);
+        assert_eq!(lease.ttl.as_millis(), 100);
+    }
+
+    #[test]
+    fn an_old_owner_of_the_same_name_cannot_end_the_new_generation() {
+        let mut key = Cell::new();
+        let old = key.granted("a");
+        key.pass(1_000);
+        let new = key.granted("a");
+        let release = Command::Release(old);
+        assert_eq!(stale(&key.run(&release)), Some(StaleReason::Superseded));
+        assert!(matches!(key.claim("b"), ClaimOutcome::Held(_)));
+        assert_eq!(key.run(&Command::Release(new)), Outcome::Release(ReleaseOutcome::Released));
+    }
+
+    #[test]
+    fn a_late_duplicate_of_a_spent_attempt_is_refused_until_the_next_grant() {
+        let attempt = Some(Uuid::from_u128(7));
+        let mut key = Cell::new();
+        let ClaimOutcome::Claimed { lease, repeated: false } = key.claim_as("a", attempt) else {
+            panic!("not granted")
+        };
+        assert!(matches!(key.claim_as("a", attempt), ClaimOutcome::Claimed { repeated: true, .. }));
+        assert!(matches!(key.claim_as("b", attempt), ClaimOutcome::Held(_)));
+        key.run(&Command::Release(reference(&lease)));
+        let late = key.claim_as("a", attempt);
+        assert_eq!(stale(&Outcome::Claim(late)), Some(StaleReason::Released));
+        key.granted("b");
+        assert!(matches!(key.claim_as("a", attempt), ClaimOutcome::Held(_)));
+    }
+
+    #[test]
+    fn what_was_lost_is_told_to_the_next_owner_and_what_was_released_is_not() {
+        let recovered = |outcome| match outcome {
+            ClaimOutcome::Claimed { lease, .. } => lease.recovered_from,
+            other => panic!("{other:?}"),
+        };
+        let mut key = Cell::new();
+        let first = key.granted("a");
+        key.pass(1_000);
+        assert_eq!(recovered(key.claim("b")), Some(first.version));
+        let second = key.row.as_ref().unwrap().1.version;
+        key.run(&Command::ForceRelease { version: None });
+        assert_eq!(recovered(key.claim("c")), Some(second));
+        let third = reference(&key.row.as_ref().unwrap().1);
+        key.run(&Command::Release(third));
+        assert_eq!(recovered(key.claim("d")), None);
+    }
+
+    #[test]
+    fn an_undone_grant_leaves_what_it_would_have_recovered() {
+        let mut key = Cell::new();
+        let lost = key.granted("a");
+        key.pass(1_000);
+        key.granted("b");
+        let grant_id = key.row.as_ref().unwrap().1.grant_id;
+        key.run(&Command::Undo { grant_id: grant_id + 1 });
+        assert!(matches!(key.claim("c"), ClaimOutcome::Held(_)));
+        key.run(&Command::Undo { grant_id });
+        let ClaimOutcome::Claimed { lease, .. } = key.claim("c") else { panic!("not granted") };
+        assert_eq!(lease.recovered_from, Some(lost.version));
+    }
+
+    #[test]
+    fn the_engine_knows_its_own_grant_again() {
+        let mut key = Cell::new();
+        let claim = Command::Claim(wish("a", 42));
+        key.run(&claim);
+        let again = key.run(&claim);
+        let Outcome::Claim(ClaimOutcome::Claimed { repeated, .. }) = again else {
+            panic!("{again:?}")
+        };
+        assert!(!repeated);
+    }
+
+    #[test]
+    fn a_claim_that_may_not_take_changes_nothing() {
+        let mut key = Cell::new();
+        let claim = Claim { may_take: false, ..wish("a", 1) };
+        assert_eq!(key.run(&Command::Claim(claim)), Outcome::Claim(ClaimOutcome::Free));
+        assert_eq!(key.writes, 0);
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum Step {
+        Claim(u8),
+        Renew(u8),
+        Release(u8),
+        Watch(u8),
+        ForceRelease,
+        Pass(u16),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            (0..3_u8).prop_map(Step::Claim),
+            (0..8_u8).prop_map(Step::Renew),
+            (0..8_u8).prop_map(Step::Release),
+            (0..8_u8).prop_map(Step::Watch),
+            Just(Step::ForceRelease),
+            (0..700_u16).prop_map(Step::Pass),
+        ]
+    }
+
+    proptest! {
+        /// Versions rise; only the newest generation, and only while it holds, can act; and what
+        /// was told to be over never acts again.
+        #[test]
+        fn at_most_one_owner_can_act(steps in prop::collection::vec(step(), 1..80)) {
+            let mut key = Cell::new();
+            let mut grants: Vec<(Reference, i64)> = Vec::new();
+            let mut told_over: HashSet<Version> = HashSet::new();
+            for step in steps {
+                // Not by an index that misses, but by how old it is.
+                let chosen = |back: u8| grants.iter().rev().nth(back.into()).cloned();
+                match step {
+                    Step::Claim(owner) => {
+                        let outcome = key.claim(["a", "b", "c"][usize::from(owner)]);
+                        if let ClaimOutcome::Claimed { lease, .. } = outcome {
+                            if let Some((last, until)) = grants.last() {
+                                prop_assert!(lease.version > last.version);
+                                prop_assert!(
+                                    told_over.contains(&last.version) || *until <= key.now
+                                );
+                            }
+                            let until = lease.expires_at.as_micros();
+                            grants.push((reference(&lease), until));
+                        }
+                    }
+                    Step::Renew(back) => {
+                        let Some((reference, until)) = chosen(back) else { continue };
+                        let version = reference.version;
+                        match key.run(&Command::Renew { reference, ttl: None }) {
+                            Outcome::Renew(RenewOutcome::Renewed(lease)) => {
+                                prop_assert_eq!(back, 0);
+                                prop_assert!(key.now < until && !told_over.contains(&version));
+                                grants.last_mut().unwrap().1 = lease.expires_at.as_micros();
+                            }
+                            other => {
+                                prop_assert!(stale(&other).is_some());
+                                told_over.insert(version);
+                            }
+                        }
+                    }
+                    Step::Release(back) => {
+                        let Some((reference, until)) = chosen(back) else { continue };
+                        let version = reference.version;
+                        let was_over = told_over.contains(&version) || until <= key.now;
+                        let is_released =
+                            key.row.as_ref().unwrap().1.status == Status::Ended(Ending::Released);
+                        match key.run(&Command::Release(reference)) {
+                            Outcome::Release(ReleaseOutcome::Released) => {
+                                prop_assert_eq!(back, 0);
+                                prop_assert!(!was_over || is_released);
+                            }
+                            other => prop_assert!(stale(&other).is_some()),
+                        }
+                        told_over.insert(version);
+                    }
+                    Step::Watch(back) => {
+                        let Some((reference, until)) = chosen(back) else { continue };
+                        let version = reference.version;
+                        match key.run(&Command::Watch { version: Some(version) }) {
+                            Outcome::Watch(WatchOutcome::Holding(_)) => {
+                                prop_assert!(key.now < until && !told_over.contains(&version));
+                            }
+                            _ => { told_over.insert(version); }
+                        }
+                    }
+                    Step::ForceRelease => {
+                        if let Outcome::ForceRelease(ForceReleaseOutcome::Released(version)) =
+                            key.run(&Command::ForceRelease { version: None })
+                        {
+                            told_over.insert(version);
+                        }
+                    }
+                    Step::Pass(millis) => key.pass(millis.into()),
+                }
+            }
+        }
     }
 }

@@ -59,11 +59,7 @@ impl Ttl {
     /// A length in milliseconds; `None` outside [`Self::MIN_MS`]..=[`Self::MAX_MS`].
     #[must_use]
     pub const fn from_millis(millis: i64) -> Option<Self> {
-        if millis >= Self::MIN_MS && millis <= Self::MAX_MS {
-            Some(Self(millis))
-        } else {
-            None
-        }
+        if millis >= Self::MIN_MS && millis <= Self::MAX_MS { Some(Self(millis)) } else { None }
     }
 
     /// A length that a store kept, which was checked when it came in; out-of-range values, which

@@ -20,11 +20,7 @@ impl Version {
     /// A version; `None` outside 1 ..= 2^53 − 1.
     #[must_use]
     pub const fn new(value: i64) -> Option<Self> {
-        if value >= 1 && value <= Self::MAX {
-            Some(Self(value))
-        } else {
-            None
-        }
+        if value >= 1 && value <= Self::MAX { Some(Self(value)) } else { None }
     }
 
     /// A version that a store kept.

@@ -25,7 +25,9 @@ use super::{Answer, EngineError, Grant, Hub, Limits};
 use crate::domain::ids::Key;
 use crate::domain::version::Version;
 use crate::domain::{At, Decision, Machine};
-use crate::store::{Backend, Link, Loaded, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write};
+use crate::store::{
+    Backend, Link, Loaded, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write,
+};
 use crate::telemetry::{FailureLabels, Metrics};
 
 /// The most commands in one batch.
@@ -245,11 +247,10 @@ impl<M: Machine> Shard<M> {
         self.away_since = None;
         let Loaded { rows, now, floor, link } = loaded;
         let clock = StoreClock { now, sent };
-        let decided: Vec<Decided<M>> = groups
-            .into_iter()
-            .zip(rows)
-            .filter_map(|(group, row)| self.decide(group, row, clock, floor))
-            .collect();
+        let mut decided: Vec<Decided<M>> = Vec::new();
+        for (group, row) in groups.into_iter().zip(rows) {
+            decided.extend(self.decide(group, row, clock, floor));
+        }
         if decided.is_empty() {
             return;
         }
@@ -263,7 +264,7 @@ impl<M: Machine> Shard<M> {
     /// Runs a group's commands. Answers at once what does not depend on a write; returns the rest
     /// with the write that it depends on.
     fn decide(
-        &self,
+        &mut self,
         group: Group<M>,
         row: Option<Row<M::State>>,
         clock: StoreClock,
@@ -277,7 +278,9 @@ impl<M: Machine> Shard<M> {
         let started = Instant::now();
         for pending in group.commands {
             // Callers may have left during the load.
-            let Some(pending) = pending.still_wanted(started) else { continue };
+            let Some(pending) = pending.still_wanted(started) else {
+                continue;
+            };
             let before = current.as_ref();
             let Some(stamp) = Version::next(before.map(|row| row.revision), floor, clock.now)
             else {
@@ -371,7 +374,11 @@ impl<M: Machine> Shard<M> {
     }
 
     fn load_failed(&mut self, groups: Vec<Group<M>>, error: &StoreError) {
-        self.count_failure("load", "away", &error.to_string());
+        let failure = match error {
+            StoreError::Refused { .. } => "refused",
+            StoreError::Away(_) | StoreError::Unknown(_) => "away",
+        };
+        self.count_failure("load", failure, &error.to_string());
         let now = Instant::now();
         let away_for = now - *self.away_since.get_or_insert(now);
         for mut group in groups {
@@ -380,7 +387,8 @@ impl<M: Machine> Shard<M> {
                 for pending in commands {
                     let undo = if pending.uncertain { pending.undo() } else { None };
                     if pending.reply.is_some() {
-                        pending.fail(EngineError::unavailable(format!("the store is away: {error}")));
+                        pending
+                            .fail(EngineError::unavailable(format!("the store is away: {error}")));
                         group.commands.extend(undo);
                     } else {
                         group.commands.push(pending);
@@ -408,7 +416,13 @@ impl<M: Machine> Shard<M> {
         self.parked.insert(group.key.clone(), group);
     }
 
-    fn answer(&self, pending: Pending<M>, outcome: M::Outcome, revision: i64, clock: StoreClock) {
+    fn answer(
+        &mut self,
+        pending: Pending<M>,
+        outcome: M::Outcome,
+        revision: i64,
+        clock: StoreClock,
+    ) {
         if pending.uncertain && !M::is_certain_after_unknown_try(&outcome) {
             return pending.fail(EngineError::unavailable(
                 "the store broke off during an earlier try, which may have been applied",
@@ -420,8 +434,12 @@ impl<M: Machine> Shard<M> {
             return;
         };
         let grant = undo.map(|undo| Grant { undo: Some(undo), shard: self.sender.clone() });
-        // If the caller has gone, the answer comes back and is dropped, and a grant in it undone.
-        let _ = reply.send(Ok(Answer { outcome, clock, revision, grant }));
+        let answer = Answer { outcome, clock, revision, grant };
+        // If the caller has gone, the answer comes back. Its grant is undone from here, since
+        // while the engine closes there is no way through the queue any more.
+        if let Err(Ok(Answer { grant: Some(grant), .. })) = reply.send(Ok(answer)) {
+            self.backlog.extend(grant.give_up());
+        }
     }
 
     fn wake(&self, key: &Key) {

@@ -3,8 +3,8 @@
 //! A wake-up is a hint: whoever gets one reads again through the engine and decides on that. None
 //! is lost, since a [`Watch`] is taken before the first read and remembers every wake-up since.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, watch};
@@ -25,7 +25,11 @@ struct Cell {
     wakes: watch::Sender<u64>,
     /// The revision that its watchers go by, 0 for no row, [`UNREAD`] before the first read.
     seen: AtomicI64,
-    line: Mutex<VecDeque<Arc<Notify>>>,
+    /// How many watch it; changed only under the lock of the hub's map.
+    watchers: AtomicUsize,
+    next_ticket: AtomicU64,
+    /// Who waits for a turn, by ticket.
+    line: Mutex<BTreeMap<u64, Arc<Notify>>>,
 }
 
 const UNREAD: i64 = -1;
@@ -46,11 +50,14 @@ impl Hub {
                 key: key.clone(),
                 wakes: watch::Sender::new(0),
                 seen: AtomicI64::new(UNREAD),
+                watchers: AtomicUsize::new(0),
+                next_ticket: AtomicU64::new(0),
                 line: Mutex::default(),
             });
             bucket.push(Arc::clone(&cell));
             cell
         };
+        cell.watchers.fetch_add(1, Ordering::Relaxed);
         let wakes = cell.wakes.subscribe();
         Watch { hub: Arc::clone(self), cell, wakes }
     }
@@ -128,15 +135,16 @@ impl Watch {
     /// Takes the last place in the key's line.
     pub fn stand_in_line(&self) -> Place {
         let turn = Arc::new(Notify::new());
-        lock(&self.cell.line).push_back(Arc::clone(&turn));
-        Place { cell: Arc::clone(&self.cell), turn }
+        let ticket = self.cell.next_ticket.fetch_add(1, Ordering::Relaxed);
+        lock(&self.cell.line).insert(ticket, Arc::clone(&turn));
+        Place { cell: Arc::clone(&self.cell), ticket, turn }
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
         let mut cells = lock(&self.hub.cells);
-        if self.cell.wakes.receiver_count() > 1 {
+        if self.cell.watchers.fetch_sub(1, Ordering::Relaxed) > 1 {
             return;
         }
         let hash = self.cell.key.hash64();
@@ -153,13 +161,14 @@ impl Drop for Watch {
 #[derive(Debug)]
 pub struct Place {
     cell: Arc<Cell>,
+    ticket: u64,
     turn: Arc<Notify>,
 }
 
 impl Place {
     /// Whether nobody is before.
     pub fn is_first(&self) -> bool {
-        lock(&self.cell.line).front().is_some_and(|first| Arc::ptr_eq(first, &self.turn))
+        lock(&self.cell.line).first_key_value().is_some_and(|(first, _)| *first == self.ticket)
     }
 
     /// Waits until nobody is before.
@@ -173,10 +182,11 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let mut line = lock(&self.cell.line);
-        let was_first = line.front().is_some_and(|first| Arc::ptr_eq(first, &self.turn));
-        line.retain(|turn| !Arc::ptr_eq(turn, &self.turn));
-        if was_first && let Some(next) = line.front() {
-            next.notify_one();
+        line.remove(&self.ticket);
+        if let Some((next, turn)) = line.first_key_value()
+            && *next > self.ticket
+        {
+            turn.notify_one();
         }
     }
 }
@@ -215,6 +225,20 @@ mod tests {
         assert!(!third.is_first());
         drop(first);
         third.first().await;
+    }
+
+    #[test]
+    fn a_key_is_forgotten_when_its_watchers_leave_together() {
+        let hub = Arc::new(Hub::default());
+        for _ in 0..200 {
+            let watches: Vec<Watch> = (0..8).map(|_| hub.watch(&key("a"))).collect();
+            std::thread::scope(|scope| {
+                for watch in watches {
+                    scope.spawn(move || drop(watch));
+                }
+            });
+            assert!(hub.watched().is_empty());
+        }
     }
 
     #[test]

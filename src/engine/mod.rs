@@ -101,6 +101,11 @@ impl<M: Machine> Grant<M> {
     pub fn keep(mut self) {
         self.undo = None;
     }
+
+    /// Nobody will have it: what takes it back.
+    fn give_up(mut self) -> Option<Pending<M>> {
+        self.undo.take()
+    }
 }
 
 impl<M: Machine> Drop for Grant<M> {
@@ -129,7 +134,7 @@ pub struct Engine<M: Machine> {
 impl<M: Machine> Engine<M> {
     /// Starts the shards. `hub` receives the wake-ups that come from other replicas.
     pub fn start(
-        store: Arc<dyn Store<M>>,
+        store: &Arc<dyn Store<M>>,
         backend: Arc<dyn Backend>,
         hub: Arc<Hub>,
         limits: Limits,
@@ -142,7 +147,7 @@ impl<M: Machine> Engine<M> {
                 let (sender, incoming) = mpsc::unbounded_channel();
                 let shard = Shard::new(
                     lane,
-                    Arc::clone(&store),
+                    Arc::clone(store),
                     Arc::clone(&backend),
                     Arc::clone(&hub),
                     limits,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use prometheus_client::metrics::gauge::Gauge;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::hub::Place;
 use super::{Answer, Engine, EngineError};
@@ -29,6 +29,9 @@ pub trait Question<M: Machine>: Send {
     /// The next command. `is_first` is false while others stand before the caller in line.
     fn command(&mut self, is_first: bool) -> M::Command;
 
+    /// Whether a command may give the caller something.
+    fn may_grant(&self) -> bool;
+
     /// What the outcome means for the caller.
     fn judge(&mut self, answer: Answer<M>) -> Verdict<Self::Answer>;
 }
@@ -46,7 +49,6 @@ pub enum Verdict<A> {
         look_again_in: Duration,
     },
 }
-
 
 impl<M: Machine> Engine<M> {
     /// Asks until the answer is final or `wait` is over. With `in_line`, callers for one key take
@@ -73,7 +75,11 @@ impl<M: Machine> Engine<M> {
             let is_first = is_out_of_time || place.as_ref().is_none_or(Place::is_first);
             watch.mark_read();
             let until = limit.min(Instant::now() + self.limits.request_timeout);
-            let answer = self.submit(key, question.command(is_first), until).await?;
+            let asking = self.submit(key, question.command(is_first), until);
+            let answer = tokio::select! {
+                answer = asking => answer?,
+                error = self.drained(question.may_grant()) => return Err(error),
+            };
             watch.observe(answer.revision);
             let (answer, look_again_in) = match question.judge(answer) {
                 Verdict::Final(answer) => return Ok(answer),
@@ -93,6 +99,20 @@ impl<M: Machine> Engine<M> {
                 () = sleep_until(deadline), if !is_first => {}
             }
         }
+    }
+}
+
+impl<M: Machine> Engine<M> {
+    /// Resolves when a call that is at the store must be answered because the replica drains. One
+    /// that may be granted something has a moment to learn of it, and if it does not, cannot be
+    /// told that nothing was applied.
+    async fn drained(&self, may_grant: bool) -> EngineError {
+        self.draining.cancelled().await;
+        if !may_grant {
+            return EngineError::ShuttingDown;
+        }
+        sleep(GRACE).await;
+        EngineError::unavailable("this replica is shutting down")
     }
 }
 

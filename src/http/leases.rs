@@ -21,7 +21,7 @@ use super::router::{App, Received};
 use super::shape::{Holder, LeaseBody, instant, metadata, millis, ok, polling_hint};
 use super::token::PageToken;
 use crate::coordinator::{ClaimRequest, WaitOutcome};
-use crate::domain::ids::{Name, Namespace, OwnerId, Reason};
+use crate::domain::ids::{Name, Namespace, OwnerId, Prefix, Reason};
 use crate::domain::lease::{
     ClaimOutcome, ForceReleaseOutcome, Lease, OverReason, Reference, ReleaseOutcome, RenewOutcome,
 };
@@ -119,8 +119,8 @@ struct ClaimLeaseResult {
 /// gets the same grant, not extended. Once that grant has ended, a late repeat gets 409
 /// `stale_lease` for as long as the key remembers the attempt.
 ///
-/// With `wait_ms`, claims on one replica are served in the order of their arrival; across replicas
-/// there is no order. A caller that vanishes before the reply, and sent no `attempt_id`, leaves no
+/// With `wait_ms`, claims on one replica are served in the order of their arrival, except that one
+/// whose time is out takes a key that is free at that moment; across replicas there is no order. A caller that vanishes before the reply, and sent no `attempt_id`, leaves no
 /// lease behind, on a best-effort basis.
 #[utoipa::path(
     post, path = "/v1/leases/claim", operation_id = "claimLease", tag = "leases",
@@ -254,11 +254,12 @@ async fn renew_lease(
     let RenewLeaseRequest { key, owner_id, version, ttl_ms } = request;
     let reference = Reference { owner_id, version };
     let reply = app.coordinator.leases().renew(&namespace(), &key, reference, ttl_ms).await?;
+    let elapsed_ms = received.elapsed_ms();
     match reply.keep() {
         (RenewOutcome::Renewed(lease), clock) => Ok(ok(RenewLeaseResult {
             outcome: "renewed",
             lease: LeaseBody::new(key.as_str(), &lease, clock),
-            elapsed_ms: received.elapsed_ms(),
+            elapsed_ms,
         })),
         (RenewOutcome::Stale(stale), clock) => Err(stale_problem(&stale, clock)),
     }
@@ -343,14 +344,16 @@ async fn renew_many_leases(
     Strict(request): Strict<RenewManyLeasesRequest>,
 ) -> Result<Response, Problem> {
     let RenewManyLeasesRequest { owner_id, ttl_ms, items } = request;
-    let renewals = items.iter().map(|item| {
-        let reference = Reference { owner_id: owner_id.clone(), version: item.version };
-        let app = &app;
-        async move {
-            app.coordinator.leases().renew(&namespace(), &item.key, reference, ttl_ms).await
-        }
-    });
+    let renewals =
+        items.iter().map(|item| {
+            let reference = Reference { owner_id: owner_id.clone(), version: item.version };
+            let app = &app;
+            async move {
+                app.coordinator.leases().renew(&namespace(), &item.key, reference, ttl_ms).await
+            }
+        });
     let replies = join_all(renewals).await;
+    let elapsed_ms = received.elapsed_ms();
     let results = items.iter().zip(replies).map(|(item, reply)| {
         let key = item.key.as_str();
         let failed = |outcome, reason| RenewItemResult {
@@ -374,10 +377,7 @@ async fn renew_many_leases(
             Err(error) => failed(Problem::from(error).code(), None),
         }
     });
-    Ok(ok(RenewManyLeasesResult {
-        results: results.collect(),
-        elapsed_ms: received.elapsed_ms(),
-    }))
+    Ok(ok(RenewManyLeasesResult { results: results.collect(), elapsed_ms }))
 }
 
 request! {
@@ -497,12 +497,13 @@ async fn wait_for_lease(
     let WaitForLeaseRequest { key, version, wait_ms } = request;
     let wait = wait_ms.unwrap_or(DEFAULT_WAIT).duration();
     let reply = app.coordinator.leases().wait(&namespace(), &key, version, wait).await?;
+    let elapsed_ms = received.elapsed_ms();
     let (outcome, clock) = reply.keep();
     let (outcome, reason, holder) = match &outcome {
         WaitOutcome::Over(reason) => ("released", Some(over_reason(*reason)), None),
         WaitOutcome::TimedOut(lease) => ("timed_out", None, Some(Holder::new(lease, clock))),
     };
-    Ok(ok(WaitForLeaseResult { outcome, reason, holder, elapsed_ms: received.elapsed_ms() }))
+    Ok(ok(WaitForLeaseResult { outcome, reason, holder, elapsed_ms }))
 }
 
 const fn over_reason(reason: OverReason) -> &'static str {
@@ -563,10 +564,9 @@ async fn verify_lease(
     let verdict = app.coordinator.leases().verify(&namespace(), &key, version).await?;
     Ok(ok(match verdict {
         Ok(()) => VerifyLeaseResult { outcome: "current", current_version: None },
-        Err(current) => VerifyLeaseResult {
-            outcome: "stale",
-            current_version: current.map(Version::get),
-        },
+        Err(current) => {
+            VerifyLeaseResult { outcome: "stale", current_version: current.map(Version::get) }
+        }
     }))
 }
 
@@ -613,8 +613,8 @@ struct LeaseState {
 }
 
 impl LeaseState {
-    fn new(key: &Name, lease: Option<&Lease>, clock: StoreClock) -> Self {
-        let held = lease.filter(|lease| lease.is_held(clock.estimate()));
+    fn new(key: &Name, lease: Option<&Lease>, is_held: bool, clock: StoreClock) -> Self {
+        let held = lease.filter(|_| is_held);
         Self {
             key: key.as_str().to_owned(),
             state: if held.is_some() { "held" } else { "free" },
@@ -645,7 +645,8 @@ async fn get_lease_state(
     StrictQuery(query): StrictQuery<GetLeaseStateQuery>,
 ) -> Result<Response, Problem> {
     let (lease, clock) = app.coordinator.leases().state(&namespace(), &query.key).await?.keep();
-    Ok(ok(LeaseState::new(&query.key, lease.as_ref(), clock)))
+    let is_held = lease.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
+    Ok(ok(LeaseState::new(&query.key, lease.as_ref(), is_held, clock)))
 }
 
 /// A filter on `held` or `free`.
@@ -673,7 +674,7 @@ request! {
     query ListLeasesQuery {
         /// Only keys that begin with this.
         #[param(max_length = 512, example = "report:")]
-        prefix: Optional<String> as Option<String>,
+        prefix: Optional<Prefix> as Option<String>,
         /// Only keys in this state: `held` or `free`.
         #[param(example = "held")]
         state: Optional<HeldOrFree> as Option<String>,
@@ -717,7 +718,7 @@ async fn list_leases(
         .leases()
         .list(
             &namespace(),
-            prefix.unwrap_or_default(),
+            prefix.map_or(String::new(), |prefix| prefix.as_str().to_owned()),
             state.map(|state| matches!(state, HeldOrFree::Held)),
             page_token.map(|PageToken(name)| name),
             limit.unwrap_or(Limit::DEFAULT).0 as usize,
@@ -725,7 +726,9 @@ async fn list_leases(
         .await?;
     let items = page.items.iter();
     Ok(ok(ListLeasesResult {
-        items: items.map(|(key, lease)| LeaseState::new(key, Some(lease), page.clock)).collect(),
+        items: items
+            .map(|(key, lease, is_held)| LeaseState::new(key, Some(lease), *is_held, page.clock))
+            .collect(),
         next_page_token: page.next.map(|name| PageToken(name).to_string()),
     }))
 }
@@ -802,7 +805,6 @@ fn namespace() -> Namespace {
 }
 
 fn stale_problem(stale: &crate::domain::lease::Stale, clock: StoreClock) -> Problem {
-    let is_held =
-        stale.current.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
+    let is_held = stale.current.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
     Problem::stale_lease(stale, is_held)
 }

@@ -12,7 +12,7 @@ use utoipa::openapi::schema::{ObjectBuilder, Type};
 use utoipa::openapi::{ContentBuilder, Ref, RefOr, Response};
 use utoipa::{IntoResponses, OpenApi};
 
-use super::problem::Problem;
+use super::problem::ProblemBody;
 
 #[derive(OpenApi)]
 #[openapi(
@@ -31,7 +31,7 @@ use super::problem::Problem;
         (name = "leases", description = "Who may do the downstream work for a key"),
         (name = "operations", description = "Health, limits and figures of the service")
     ),
-    components(schemas(Problem))
+    components(schemas(ProblemBody))
 )]
 pub(super) struct Api;
 
@@ -64,13 +64,13 @@ fn problem(description: &str, with_retry_after: bool) -> RefOr<Response> {
 const PROBLEM: &str = "application/problem+json";
 
 fn problems(of: &[(&str, &str)]) -> BTreeMap<String, RefOr<Response>> {
-    of.iter()
-        .map(|&(status, text)| (status.to_owned(), problem(text, status == "503")))
-        .collect()
+    of.iter().map(|&(status, text)| (status.to_owned(), problem(text, status == "503"))).collect()
 }
 
-const INVALID: (&str, &str) =
-    ("400", "`invalid_json` or `invalid_request`: the request is wrong; `errors` names each member.");
+const INVALID: (&str, &str) = (
+    "400",
+    "`invalid_json` or `invalid_request`: the request is wrong; `errors` names each member.",
+);
 const INTERNAL: (&str, &str) = ("500", "`internal`: a bug; the log has more.");
 const AWAY: (&str, &str) = (
     "503",

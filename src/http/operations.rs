@@ -33,12 +33,14 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 pub(super) fn pages() -> Router<Arc<App>> {
     Router::new()
         .route("/metrics", get(metrics))
-        .route("/openapi.json", get(|State(app): State<Arc<App>>| async move {
-            json_text(app.documents.v3_1.clone())
-        }))
-        .route("/openapi-3.0.json", get(|State(app): State<Arc<App>>| async move {
-            json_text(app.documents.v3_0.clone())
-        }))
+        .route(
+            "/openapi.json",
+            get(|State(app): State<Arc<App>>| async move { json_text(app.documents.v3_1.clone()) }),
+        )
+        .route(
+            "/openapi-3.0.json",
+            get(|State(app): State<Arc<App>>| async move { json_text(app.documents.v3_0.clone()) }),
+        )
         .route("/docs", get(|| async { Redirect::permanent("/docs/") }))
         .route("/docs/", get(|| async { docs("index.html") }))
         .route("/docs/{*file}", get(|Path(file): Path<String>| async move { docs(&file) }))

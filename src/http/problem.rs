@@ -12,9 +12,14 @@ use crate::domain::lease::{Stale, StaleReason};
 use crate::engine::EngineError;
 use crate::store::StoreError;
 
+/// A reply that is not 2xx.
+#[derive(Clone, Debug)]
+pub(super) struct Problem(Box<ProblemBody>);
+
 /// What went wrong, where, and what to do (RFC 9457).
 #[derive(Clone, Debug, Serialize, ToSchema)]
-pub struct Problem {
+#[schema(as = Problem)]
+pub(super) struct ProblemBody {
     /// Always `about:blank`: `code` names the kind of problem.
     #[serde(rename = "type")]
     kind: &'static str,
@@ -53,16 +58,16 @@ pub struct Problem {
 
 /// One member of a request that is wrong.
 #[derive(Clone, Debug, Serialize, ToSchema)]
-pub struct FieldError {
+pub(super) struct FieldError {
     /// Its name, as in `ttl_ms` or `items[3].version`.
-    pub field: String,
+    pub(super) field: String,
     /// What is wrong with it.
-    pub message: String,
+    pub(super) message: String,
 }
 
 /// What a key holds.
 #[derive(Clone, Debug, Serialize, ToSchema)]
-pub struct Current {
+struct Current {
     /// `held` or `free`.
     state: &'static str,
     /// The newest owner.
@@ -74,7 +79,7 @@ pub struct Current {
 
 impl Problem {
     fn new(status: StatusCode, code: &'static str, detail: impl Into<String>) -> Self {
-        Self {
+        Self(Box::new(ProblemBody {
             kind: "about:blank",
             title: status.canonical_reason().unwrap_or("Error"),
             status: status.as_u16(),
@@ -87,7 +92,12 @@ impl Problem {
             limit: None,
             errors: Vec::new(),
             current: None,
-        }
+        }))
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut ProblemBody)) -> Self {
+        change(&mut self.0);
+        self
     }
 
     pub(super) fn invalid_json(detail: impl Into<String>) -> Self {
@@ -97,8 +107,8 @@ impl Problem {
     pub(super) fn invalid_request(errors: Vec<FieldError>) -> Self {
         let named: Vec<String> =
             errors.iter().map(|e| format!("{}: {}", e.field, e.message)).collect();
-        let detail = named.join("; ");
-        Self { errors, ..Self::new(StatusCode::BAD_REQUEST, "invalid_request", detail) }
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request", named.join("; "))
+            .with(|body| body.errors = errors)
     }
 
     pub(super) fn route_not_found(path: &str) -> Self {
@@ -118,8 +128,8 @@ impl Problem {
 
     pub(super) fn payload_too_large(limit: usize) -> Self {
         let detail = format!("the request body is larger than {limit} bytes; nothing was changed");
-        let problem = Self::new(StatusCode::PAYLOAD_TOO_LARGE, "payload_too_large", detail);
-        Self { limit: Some("request_body_bytes"), ..problem }
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, "payload_too_large", detail)
+            .with(|body| body.limit = Some("request_body_bytes"))
     }
 
     pub(super) fn stale_lease(stale: &Stale, is_held: bool) -> Self {
@@ -138,15 +148,14 @@ impl Problem {
                 "no such lease is known for this key: check key, owner_id and version"
             }
         };
-        Self {
-            reason: Some(stale_reason(stale.reason)),
-            current: stale.current.as_ref().map(|lease| Current {
+        Self::new(StatusCode::CONFLICT, "stale_lease", detail).with(|body| {
+            body.reason = Some(stale_reason(stale.reason));
+            body.current = stale.current.as_ref().map(|lease| Current {
                 state: if is_held { "held" } else { "free" },
                 owner_id: lease.owner_id.as_str().to_owned(),
                 version: lease.version.get(),
-            }),
-            ..Self::new(StatusCode::CONFLICT, "stale_lease", detail)
-        }
+            });
+        })
     }
 
     pub(super) fn internal() -> Self {
@@ -155,11 +164,10 @@ impl Problem {
     }
 
     fn try_later(code: &'static str, detail: String) -> Self {
-        Self {
-            retryable: true,
-            retry_after_ms: Some(1_000),
-            ..Self::new(StatusCode::SERVICE_UNAVAILABLE, code, detail)
-        }
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, code, detail).with(|body| {
+            body.retryable = true;
+            body.retry_after_ms = Some(1_000);
+        })
     }
 
     pub(super) fn unavailable(reason: &str) -> Self {
@@ -180,23 +188,26 @@ impl Problem {
         )
     }
 
+    fn status(&self) -> StatusCode {
+        StatusCode::from_u16(self.0.status).unwrap_or_default()
+    }
+
     pub(super) fn code(&self) -> &'static str {
-        self.code
+        self.0.code
     }
 
     pub(super) fn into_errors(self) -> Vec<FieldError> {
-        self.errors
+        self.0.errors
     }
 
     /// The reply, once the request's id is known.
     pub(super) fn into_reply(mut self, request_id: &str) -> Response {
-        request_id.clone_into(&mut self.request_id);
-        let status = StatusCode::from_u16(self.status).unwrap_or_default();
+        request_id.clone_into(&mut self.0.request_id);
         // Strings and numbers only: cannot fail.
-        let body = serde_json::to_vec(&self).unwrap_or_default();
+        let body = serde_json::to_vec(&self.0).unwrap_or_default();
         let media_type = HeaderValue::from_static("application/problem+json");
-        let mut reply = (status, [(header::CONTENT_TYPE, media_type)], body).into_response();
-        if let Some(millis) = self.retry_after_ms {
+        let mut reply = (self.status(), [(header::CONTENT_TYPE, media_type)], body).into_response();
+        if let Some(millis) = self.0.retry_after_ms {
             let seconds = millis.div_ceil(1_000).max(1);
             reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
@@ -236,8 +247,7 @@ impl From<StoreError> for Problem {
 impl IntoResponse for Problem {
     /// An empty reply that carries the problem to the outermost layer.
     fn into_response(self) -> Response {
-        let status = StatusCode::from_u16(self.status).unwrap_or_default();
-        let mut reply = status.into_response();
+        let mut reply = self.status().into_response();
         reply.extensions_mut().insert(self);
         reply
     }

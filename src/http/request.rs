@@ -18,7 +18,7 @@ use serde_json::value::RawValue;
 use uuid::Uuid;
 
 use super::problem::{FieldError, Problem};
-use crate::domain::ids::{Name, OwnerId, Reason};
+use crate::domain::ids::{Name, OwnerId, Prefix, Reason};
 use crate::domain::time::Ttl;
 use crate::domain::version::Version;
 
@@ -70,8 +70,20 @@ impl<'a> Fields<'a> {
     }
 
     fn from_query(query: &'a str) -> Self {
-        let pairs = form_urlencoded::parse(query.as_bytes());
-        Self::without_duplicates(pairs.map(|(name, text)| (name, Value::Text(text))))
+        let mut mistakes = Vec::new();
+        let pairs = query.split('&').filter(|pair| !pair.is_empty()).filter_map(|pair| {
+            let (name, text) = pair.split_once('=').unwrap_or((pair, ""));
+            let decoded = percent_decode(name).zip(percent_decode(text));
+            if decoded.is_none() {
+                mistakes.push(name.to_owned());
+            }
+            decoded.map(|(name, text)| (name, Value::Text(text)))
+        });
+        let mut fields = Self::without_duplicates(pairs);
+        for name in mistakes {
+            fields.error(&name, "must be UTF-8, percent-encoded");
+        }
+        fields
     }
 
     fn without_duplicates(members: impl Iterator<Item = (Cow<'a, str>, Value<'a>)>) -> Self {
@@ -149,16 +161,23 @@ impl<'a> Fields<'a> {
                 Err(problem) => {
                     for error in problem.into_errors() {
                         let dot = if error.field.is_empty() { "" } else { "." };
-                        self.error(
-                            &format!("{name}[{index}]{dot}{}", error.field),
-                            error.message,
-                        );
+                        self.error(&format!("{name}[{index}]{dot}{}", error.field), error.message);
                     }
                 }
             }
         }
         (items.len() == raws.len()).then_some(items)
     }
+}
+
+/// Undoes the encoding of query parameters, `+` for a space included.
+fn percent_decode(text: &str) -> Option<Cow<'_, str>> {
+    if !text.contains(['%', '+']) {
+        return Some(Cow::Borrowed(text));
+    }
+    let spaced = text.replace('+', " ");
+    let decoded = percent_encoding::percent_decode_str(&spaced).decode_utf8().ok()?;
+    Some(Cow::Owned(decoded.into_owned()))
 }
 
 /// More members than any request has.
@@ -197,11 +216,7 @@ impl<'de> Deserialize<'de> for Object<'de> {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Object<'de>, A::Error> {
                 let mut members = Vec::new();
                 while let Some(MemberName(name)) = map.next_key()? {
-                    let value = map.next_value()?;
-                    // One more than allowed, so that the excess is noticed.
-                    if members.len() <= MAX_MEMBERS {
-                        members.push((name, value));
-                    }
+                    members.push((name, map.next_value()?));
                 }
                 Ok(Object(members))
             }
@@ -214,13 +229,25 @@ impl<'de> Deserialize<'de> for Object<'de> {
 #[derive(Deserialize)]
 struct MemberName<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// A strict JSON body.
+/// A request without members.
+struct Nothing;
+
+impl Members for Nothing {
+    fn read(_fields: &mut Fields<'_>) -> Option<Self> {
+        Some(Self)
+    }
+}
+
+/// A strict JSON body; its members do not go into the query.
 pub(super) struct Strict<T>(pub(super) T);
 
 impl<S: Sync, T: Members> FromRequest<S> for Strict<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _state: &S) -> Result<Self, Problem> {
+        if let Some(query) = request.uri().query() {
+            read::<Nothing>(Ok(Fields::from_query(query)))?;
+        }
         let media_type = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
         let essence = media_type.map(|text| text.split(';').next().unwrap_or_default().trim());
         if !essence.is_some_and(|essence| essence.eq_ignore_ascii_case("application/json")) {
@@ -260,16 +287,6 @@ fn text(json: &RawValue) -> Result<Cow<'_, str>, String> {
         .map_err(|_| "must be a string of valid Unicode".to_owned())
 }
 
-impl Field for String {
-    fn from_json(json: &RawValue) -> Result<Self, String> {
-        text(json).map(Cow::into_owned)
-    }
-
-    fn from_text(text: &str) -> Result<Self, String> {
-        Ok(text.to_owned())
-    }
-}
-
 macro_rules! text_field {
     ($type:ty, $parse:expr) => {
         impl Field for $type {
@@ -286,6 +303,7 @@ macro_rules! text_field {
 
 text_field!(Name, |text: &str| Self::new(text).map_err(|error| error.to_string()));
 text_field!(OwnerId, |text: &str| Self::new(text).map_err(|error| error.to_string()));
+text_field!(Prefix, |text: &str| Self::new(text).map_err(|error| error.to_string()));
 text_field!(Reason, |text: &str| Self::new(text).map_err(|error| error.to_string()));
 text_field!(Uuid, |text: &str| {
     // The library reads other spellings, too; one identity should have one.
@@ -348,13 +366,13 @@ impl Field for Metadata {
     fn from_json(json: &RawValue) -> Result<Self, String> {
         let wrong = || "must be a JSON object of strings".to_owned();
         let Object(members) = serde_json::from_str(json.get()).map_err(|_| wrong())?;
-        let mut names = std::collections::HashSet::new();
         let mut texts = serde_json::Map::new();
         for (name, raw) in members {
-            if !names.insert(name.clone()) {
+            let text = text(raw).map_err(|_| wrong())?;
+            if let Some((name, _)) = texts.get_key_value(&*name) {
                 return Err(format!("{name:.100} is given twice"));
             }
-            texts.insert(name.into_owned(), text(raw).map_err(|_| wrong())?.into());
+            texts.insert(name.into_owned(), text.into());
         }
         let encoded = serde_json::Value::from(texts).to_string();
         if encoded.len() > Self::MAX_BYTES {

@@ -67,7 +67,7 @@ pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<A
     let documents = Documents::of(&api);
     let app = Arc::new(App { coordinator, metrics, documents });
     let no_store = HeaderValue::from_static("no-store");
-    let router = routes
+    let served = routes
         .merge(operations::pages())
         .fallback(|uri: Uri| async move { Problem::route_not_found(uri.path()) })
         .method_not_allowed_fallback(|method: Method| async move {
@@ -83,7 +83,7 @@ pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<A
         .layer(SetResponseHeaderLayer::overriding(header::CACHE_CONTROL, no_store))
         .layer(from_fn_with_state(Arc::clone(&app), envelope))
         .with_state(Arc::clone(&app));
-    (router, app)
+    (served, app)
 }
 
 /// Gives each request its id and its span, counts it, and words its problem if it ends in one.
@@ -130,12 +130,13 @@ fn log(reply: &Response, took: Duration) {
 /// The caller's id, or a new one.
 fn request_id(headers: &HeaderMap) -> Arc<str> {
     let given = headers.get(REQUEST_ID).and_then(|value| value.to_str().ok());
-    let is_fine = |id: &&str| {
-        (1..=128).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic())
-    };
+    let is_fine =
+        |id: &&str| (1..=128).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic());
     match given.filter(is_fine) {
         Some(id) => Arc::from(id),
-        None => Arc::from(Uuid::now_v7().hyphenated().encode_lower(&mut Uuid::encode_buffer()) as &str),
+        None => {
+            Arc::from(Uuid::now_v7().hyphenated().encode_lower(&mut Uuid::encode_buffer()) as &str)
+        }
     }
 }
 

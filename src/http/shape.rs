@@ -14,9 +14,8 @@ use crate::domain::lease::Lease;
 use crate::domain::time::Timestamp;
 use crate::store::StoreClock;
 
-const RFC_3339_MILLIS: &[BorrowedFormatItem<'_>] = format_description!(
-    "[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z"
-);
+const RFC_3339_MILLIS: &[BorrowedFormatItem<'_>] =
+    format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
 
 /// RFC 3339 in UTC with milliseconds.
 pub(super) fn instant(at: Timestamp) -> String {
@@ -75,6 +74,8 @@ pub(super) struct LeaseBody {
 }
 
 impl LeaseBody {
+    /// To be made after the `elapsed_ms` beside it was taken: callers add the two, and the sum
+    /// must not be late.
     pub(super) fn new(key: &str, lease: &Lease, clock: StoreClock) -> Self {
         Self {
             key: key.to_owned(),

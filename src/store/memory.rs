@@ -1,6 +1,7 @@
 //! Rows in this process' memory: for tests and throw-away use. A restart forgets everything.
 
 use std::collections::BTreeMap;
+use std::ops::Bound;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -8,10 +9,11 @@ use async_trait::async_trait;
 
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
-    Backend, Link, ListQuery, Listed, Loaded, Row, Store, StoreError, Stored, WakePath, Write,
+    Backend, Cleaned, Cursor, Link, ListQuery, Listed, Loaded, Row, Store, StoreError, Stored,
+    WakePath, Write,
 };
 use crate::domain::Machine;
-use crate::domain::ids::Key;
+use crate::domain::ids::{Key, Kind, Name, Namespace};
 use crate::domain::lease::{Lease, LeaseMachine};
 use crate::domain::time::Timestamp;
 
@@ -74,18 +76,17 @@ fn store_rows<S: Clone>(
         .collect()
 }
 
-fn list_rows<S: Clone>(table: &BTreeMap<Key, Row<S>>, query: &ListQuery) -> Vec<(super::Name, Row<S>)> {
-    let first = super::Name::from_stored(query.prefix.as_str());
-    let first = query.after.clone().map_or(first.clone(), |after| after.max(first));
-    let from = Key { kind: query.kind, namespace: query.namespace.clone(), name: first };
+fn list_rows<S: Clone>(table: &BTreeMap<Key, Row<S>>, query: &ListQuery) -> Vec<(Name, Row<S>)> {
+    let (lower, upper) = query.bounds();
+    let key = |name: String| Key {
+        kind: query.kind,
+        namespace: query.namespace.clone(),
+        name: Name::from_stored(name),
+    };
     table
-        .range(from..)
-        .take_while(|(key, _)| {
-            key.kind == query.kind
-                && key.namespace == query.namespace
-                && key.name.as_str().starts_with(&query.prefix)
-        })
-        .filter(|(key, _)| query.after.as_ref().is_none_or(|after| key.name > *after))
+        .range(key(lower)..=key(upper))
+        .filter(|(key, _)| query.after.as_ref() != Some(&key.name))
+        .filter(|(key, _)| key.name.as_str().starts_with(&query.prefix))
         .take(query.limit)
         .map(|(key, row)| (key.name.clone(), row.clone()))
         .collect()
@@ -108,12 +109,7 @@ impl Store<LeaseMachine> for MemoryStore {
         })
     }
 
-    async fn store(
-        &self,
-        _lane: usize,
-        _link: Link,
-        writes: &[Write<Lease>],
-    ) -> Vec<Stored> {
+    async fn store(&self, _lane: usize, _link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
         let Tables { floor, leases } = &mut *self.tables();
         store_rows(leases, *floor, writes)
     }
@@ -142,20 +138,40 @@ impl Backend for MemoryStore {
         Ok(())
     }
 
-    async fn clean_up(&self, retention: Duration) -> Result<u64, StoreError> {
+    async fn clean_up(
+        &self,
+        retention: Duration,
+        after: Option<Cursor>,
+    ) -> Result<Cleaned, StoreError> {
         let mut tables = self.tables();
         let cutoff = self.clock.now().minus(retention);
         let Tables { floor, leases } = &mut *tables;
-        let before = leases.len();
-        leases.retain(|_, row| {
-            let last_write = Timestamp::from_micros(row.revision.get());
-            let keep = row.state.idle_since(last_write) > cutoff;
-            if !keep {
-                *floor = (*floor).max(row.revision.get());
-            }
-            keep
+        let after = after.map(|Cursor(_, namespace, name)| Key {
+            kind: Kind::Lease,
+            namespace: Namespace::from_stored(namespace),
+            name: Name::from_stored(name),
         });
-        Ok((before - leases.len()) as u64)
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let looked_at: Vec<(Key, bool)> = leases
+            .range((from, Bound::Unbounded))
+            .take(Cursor::CHUNK)
+            .map(|(key, row)| {
+                let last_write = Timestamp::from_micros(row.revision.get());
+                (key.clone(), row.state.idle_since(last_write) <= cutoff)
+            })
+            .collect();
+        let mut deleted = 0;
+        for (key, _) in looked_at.iter().filter(|(_, is_idle)| *is_idle) {
+            if let Some(row) = leases.remove(key) {
+                *floor = (*floor).max(row.revision.get());
+                deleted += 1;
+            }
+        }
+        let next = looked_at.last().filter(|_| looked_at.len() == Cursor::CHUNK).map(|(key, _)| {
+            let namespace = key.namespace.as_str().to_owned();
+            Cursor(key.kind as i16, namespace, key.name.as_str().to_owned())
+        });
+        Ok(Cleaned { deleted, next })
     }
 
     async fn close(&self) {}

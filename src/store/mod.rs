@@ -75,6 +75,17 @@ pub struct ListQuery {
     pub limit: usize,
 }
 
+impl ListQuery {
+    /// The names to look at lie between these, bounds included: so an index finds them.
+    fn bounds(&self) -> (String, String) {
+        let prefix = self.prefix.as_str();
+        let after = self.after.as_ref().map_or("", Name::as_str);
+        // No name has more characters than this, and no character is greater.
+        let last = "\u{10ffff}".repeat(Name::MAX_BYTES / 4);
+        (prefix.max(after).to_owned(), format!("{prefix}{last}"))
+    }
+}
+
 /// A stretch of rows in the order of their names' bytes.
 #[derive(Debug)]
 pub struct Listed<S> {
@@ -158,11 +169,39 @@ pub trait Backend: Debug + Send + Sync + 'static {
     /// Whether a write could be made now; the reason if not.
     async fn check(&self) -> Result<(), StoreError>;
 
-    /// Deletes keys that have been idle for `retention`, in bounded chunks; how many.
-    async fn clean_up(&self, retention: Duration) -> Result<u64, StoreError>;
+    /// Looks at the keys after `after`, a bounded number of them, and deletes those that have been
+    /// idle for `retention`.
+    async fn clean_up(
+        &self,
+        retention: Duration,
+        after: Option<Cursor>,
+    ) -> Result<Cleaned, StoreError>;
 
     /// Ends background work and lets go of connections and files.
     async fn close(&self);
+}
+
+/// What one chunk of clean-up came to.
+#[derive(Clone, Debug)]
+pub struct Cleaned {
+    /// How many keys it deleted.
+    pub deleted: u64,
+    /// Where the next chunk goes on; `None` at the end.
+    pub next: Option<Cursor>,
+}
+
+/// A place in the order of all keys: kind, namespace, key, as stored.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Cursor(pub(crate) i16, pub(crate) String, pub(crate) String);
+
+impl Cursor {
+    /// How many keys one chunk of clean-up looks at.
+    const CHUNK: usize = 1_000;
+
+    /// Before all keys.
+    fn first() -> Self {
+        Self(i16::MIN, String::new(), String::new())
+    }
 }
 
 /// Whom a store tells that something was changed elsewhere.

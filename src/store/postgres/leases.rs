@@ -8,8 +8,9 @@ use super::link::micros;
 use crate::domain::ids::{Key, Name};
 use crate::domain::lease::Lease;
 use crate::domain::time::Timestamp;
+use crate::domain::version::Version;
 use crate::store::columns::{LeaseColumns, kind_number, status_number};
-use crate::store::{ListQuery, Row, Write};
+use crate::store::{Cleaned, Cursor, ListQuery, Row, Write};
 
 /// `now()` is the start of this statement's own transaction, so it is not later than the snapshot
 /// that the rows come from. (`clock_timestamp()` would be, and would declare live leases dead.)
@@ -86,10 +87,10 @@ const LIST: &str = "
     SELECT key, now(), revision, version, status, owner_id, attempt_id, grant_id, ttl_ms,
            acquired_at, expires_at, recovered_from, metadata
     FROM fencepost.leases
-    WHERE kind = $1 AND namespace = $2 AND key >= $3 AND ($4::text IS NULL OR key > $4)
-      AND starts_with(key, $3)
+    WHERE kind = $1 AND namespace = $2 AND key BETWEEN $3 AND $4
+      AND ($5::text IS NULL OR key <> $5) AND starts_with(key, $6)
     ORDER BY key
-    LIMIT $5";
+    LIMIT $7";
 
 const NOW: &str = "SELECT now()";
 
@@ -102,7 +103,7 @@ const SCAN: &str = "
     FROM fencepost.leases
     WHERE (kind, namespace, key) > ($1, $2, $3)
     ORDER BY kind, namespace, key
-    LIMIT 1000";
+    LIMIT $5";
 
 const LOCK_FLOOR: &str = "SELECT floor FROM fencepost.floor FOR UPDATE";
 
@@ -160,12 +161,8 @@ pub(super) async fn load(
     let kinds: Vec<i16> = keys.iter().map(|key| kind_number(key.kind)).collect();
     let namespaces: Vec<&str> = keys.iter().map(|key| key.namespace.as_str()).collect();
     let names: Vec<&str> = keys.iter().map(|key| key.name.as_str()).collect();
-    let found = sqlx::query(LOAD)
-        .bind(kinds)
-        .bind(namespaces)
-        .bind(names)
-        .fetch_all(connection)
-        .await?;
+    let found =
+        sqlx::query(LOAD).bind(kinds).bind(namespaces).bind(names).fetch_all(connection).await?;
     let mut rows = vec![None; keys.len()];
     let Some(first) = found.first() else {
         return Err(sqlx::Error::RowNotFound);
@@ -203,7 +200,7 @@ async fn write(
         .bind(column(writes, |w| kind_number(w.key.kind)))
         .bind(texts(|w| w.key.namespace.as_str()))
         .bind(texts(|w| w.key.name.as_str()))
-        .bind(column(writes, |w| w.expected.map(|revision| revision.get())))
+        .bind(column(writes, |w| w.expected.map(Version::get)))
         .bind(column(writes, |w| w.row.revision.get()))
         .bind(column(writes, |w| w.row.state.version.get()))
         .bind(column(writes, |w| status_number(w.row.state.status)))
@@ -213,7 +210,7 @@ async fn write(
         .bind(column(writes, |w| w.row.state.ttl.as_millis()))
         .bind(column(writes, |w| w.row.state.acquired_at.as_micros()))
         .bind(column(writes, |w| w.row.state.expires_at.as_micros()))
-        .bind(column(writes, |w| w.row.state.recovered_from.map(|version| version.get())))
+        .bind(column(writes, |w| w.row.state.recovered_from.map(Version::get)))
         .bind(writes.iter().map(|w| w.row.state.metadata.as_deref()).collect::<Vec<_>>())
         .fetch_all(connection)
         .await
@@ -256,11 +253,14 @@ pub(super) async fn list(
     connection: &mut PgConnection,
     query: &ListQuery,
 ) -> Result<(Vec<(Name, Row<Lease>)>, Timestamp), sqlx::Error> {
+    let (lower, upper) = query.bounds();
     let found = sqlx::query(LIST)
         .bind(kind_number(query.kind))
         .bind(query.namespace.as_str())
-        .bind(&query.prefix)
+        .bind(lower)
+        .bind(upper)
         .bind(query.after.as_ref().map(Name::as_str))
+        .bind(&query.prefix)
         .bind(i64::try_from(query.limit).unwrap_or(i64::MAX))
         .fetch_all(&mut *connection)
         .await?;
@@ -278,49 +278,50 @@ pub(super) async fn list(
     Ok((rows, micros(now)))
 }
 
-/// Deletes idle keys, a bounded chunk at a time; how many.
+/// Deletes what is idle among the next keys.
 ///
 /// The floor is locked first, and only when there is something to delete: inserts are held off for
 /// that moment.
 pub(super) async fn clean_up(
     connection: &mut PgConnection,
     retention_micros: i64,
-) -> Result<u64, sqlx::Error> {
-    let mut after = (i16::MIN, String::new(), String::new());
-    let mut deleted = 0;
-    loop {
-        let rows = sqlx::query(SCAN)
-            .bind(after.0)
-            .bind(&after.1)
-            .bind(&after.2)
-            .bind(retention_micros)
-            .fetch_all(&mut *connection)
-            .await?;
-        let (mut kinds, mut namespaces, mut names) = (Vec::new(), Vec::new(), Vec::new());
-        for row in &rows {
-            after = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
-            if row.try_get(3)? {
-                kinds.push(after.0);
-                namespaces.push(after.1.clone());
-                names.push(after.2.clone());
-            }
+    after: Cursor,
+) -> Result<Cleaned, sqlx::Error> {
+    let rows = sqlx::query(SCAN)
+        .bind(after.0)
+        .bind(after.1)
+        .bind(after.2)
+        .bind(retention_micros)
+        .bind(i64::try_from(Cursor::CHUNK).unwrap_or(i64::MAX))
+        .fetch_all(&mut *connection)
+        .await?;
+    let (mut kinds, mut namespaces, mut names) = (Vec::new(), Vec::new(), Vec::new());
+    let mut last = None;
+    for row in &rows {
+        let cursor = Cursor(row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+        if row.try_get(3)? {
+            kinds.push(cursor.0);
+            namespaces.push(cursor.1.clone());
+            names.push(cursor.2.clone());
         }
-        if !kinds.is_empty() {
-            let mut transaction = connection.begin().await?;
-            sqlx::query(LOCK_FLOOR).execute(&mut *transaction).await?;
-            let count: i64 = sqlx::query(DELETE_IDLE)
-                .bind(kinds)
-                .bind(namespaces)
-                .bind(names)
-                .bind(retention_micros)
-                .fetch_one(&mut *transaction)
-                .await?
-                .try_get(0)?;
-            transaction.commit().await?;
-            deleted += count.unsigned_abs();
-        }
-        if rows.len() < 1_000 {
-            return Ok(deleted);
-        }
+        last = Some(cursor);
     }
+    let mut deleted = 0_i64;
+    if !kinds.is_empty() {
+        let mut transaction = connection.begin().await?;
+        // Waits for the inserts of the moment, unlike anything on the request path.
+        sqlx::raw_sql("SET LOCAL lock_timeout = '5s'").execute(&mut *transaction).await?;
+        sqlx::query(LOCK_FLOOR).execute(&mut *transaction).await?;
+        deleted = sqlx::query(DELETE_IDLE)
+            .bind(kinds)
+            .bind(namespaces)
+            .bind(names)
+            .bind(retention_micros)
+            .fetch_one(&mut *transaction)
+            .await?
+            .try_get(0)?;
+        transaction.commit().await?;
+    }
+    let next = last.filter(|_| rows.len() == Cursor::CHUNK);
+    Ok(Cleaned { deleted: deleted.unsigned_abs(), next })
 }

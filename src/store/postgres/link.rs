@@ -33,6 +33,11 @@ const SESSION: &str = "
     SET jit = off;
     SET plan_cache_mode = force_generic_plan";
 
+/// Behind a transaction-mode pooler this may meet another session than the settings did.
+const IS_SETTLED: &str = "
+    SELECT current_setting('transaction_isolation') = 'read committed'
+       AND current_setting('transaction_read_only') = 'off'";
+
 const INSPECT: &str = "
     SELECT pg_is_in_recovery(),
            CASE WHEN pg_is_in_recovery() THEN NULL
@@ -100,8 +105,14 @@ impl Servers {
                     return Ok(linked);
                 }
                 Err(reason) => {
+                    // A caller that gives up here begins with the next one when it comes back.
+                    self.current.store((index + 1) % self.options.len(), Ordering::Relaxed);
                     let options = &self.options[index];
-                    reasons.push(format!("{}:{}: {reason}", options.get_host(), options.get_port()));
+                    reasons.push(format!(
+                        "{}:{}: {reason}",
+                        options.get_host(),
+                        options.get_port()
+                    ));
                 }
             }
         }
@@ -125,10 +136,20 @@ impl Servers {
         };
         let system: i64 = row.try_get(2).map_err(read)?;
         self.check_timeline(system, timeline)?;
-        timeout(CONNECT_TIMEOUT, sqlx::raw_sql(SESSION).execute(&mut connection))
+        let settled = async {
+            sqlx::raw_sql(SESSION).execute(&mut connection).await?;
+            sqlx::query_scalar(IS_SETTLED).persistent(false).fetch_one(&mut connection).await
+        };
+        let is_settled: bool = timeout(CONNECT_TIMEOUT, settled)
             .await
             .map_err(|_| "no answer within 2 s".to_owned())?
             .map_err(|error| error.to_string())?;
+        if !is_settled {
+            return Err("session settings do not hold, as behind a transaction-mode pooler, and \
+                        the defaults are not fit: set default_transaction_isolation = 'read \
+                        committed' and default_transaction_read_only = off for the role"
+                .to_owned());
+        }
         let link = Link(self.next_link.fetch_add(1, Ordering::Relaxed));
         Ok(Linked { link, connection, timeline, system })
     }
@@ -163,12 +184,20 @@ impl Servers {
     }
 
     /// Looks at every server, so that a promoted one is known of even while the old one still
-    /// answers.
+    /// answers, and is found without waiting for those before it in the list.
     pub(super) async fn survey(&self) {
-        for options in &self.options {
+        let mut primary = None;
+        for (index, options) in self.options.iter().enumerate() {
             if let Ok(linked) = self.connect_to(options).await {
-                let _ = linked.connection.close().await;
+                let newest = primary.map_or(0, |(timeline, _)| timeline);
+                if linked.timeline > newest {
+                    primary = Some((linked.timeline, index));
+                }
+                let _ = timeout(CONNECT_TIMEOUT, linked.connection.close()).await;
             }
+        }
+        if let Some((_, index)) = primary {
+            self.current.store(index, Ordering::Relaxed);
         }
     }
 
@@ -219,7 +248,10 @@ impl Servers {
             }
             transaction.commit().await
         };
-        recording.await.map_err(|error: sqlx::Error| StoreError::Away(explain(&error)))?;
+        timeout(CONNECT_TIMEOUT, recording)
+            .await
+            .map_err(|_| StoreError::Away("the database did not answer in time".into()))?
+            .map_err(|error: sqlx::Error| StoreError::Away(explain(&error)))?;
         recorded(true);
         Ok(())
     }
@@ -249,11 +281,13 @@ fn explain(error: &sqlx::Error) -> std::sync::Arc<str> {
 /// What an error means for the statement that met it, and whether the link is still good.
 pub(super) fn classify(error: &sqlx::Error, is_write: bool) -> (StoreError, bool) {
     let message = explain(error);
-    let database =
-        error.as_database_error().and_then(|e| e.try_downcast_ref::<PgDatabaseError>());
+    let database = error.as_database_error().and_then(|e| e.try_downcast_ref::<PgDatabaseError>());
     match database {
-        // A server that became read-only is a server that went away.
-        Some(error) if error.code() == "25006" => (StoreError::Away(message), false),
+        // A server that became read-only is a server that went away; and a statement that is not
+        // prepared here, or twice, means that a pooler has put another session in its place.
+        Some(error) if matches!(error.code(), "25006" | "26000" | "42P05") => {
+            (StoreError::Away(message), false)
+        }
         // An error response ends the statement's transaction: certainly not applied. The likes of
         // FATAL also end the session, and then a commit may have been under way.
         Some(error) if error.severity() == PgSeverity::Error => {

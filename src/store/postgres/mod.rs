@@ -21,16 +21,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::join_all;
+use sqlx::migrate::MigrateError;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 use sqlx::{ConnectOptions, Connection};
 use tokio::sync::{Mutex, mpsc};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::{
-    Backend, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError, Stored, WakePath,
-    Waker, Write,
+    Backend, Cleaned, Cursor, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError,
+    Stored, WakePath, Waker, Write,
 };
 use crate::domain::ids::Key;
 use crate::domain::lease::{Lease, LeaseMachine};
@@ -43,6 +45,10 @@ use wakes::{Message, Wakes};
 const LANES: usize = 4;
 /// How long reads outside batches may take.
 const READ_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long looking at the tables, and changing them, may take at start.
+const START_TIMEOUT: Duration = Duration::from_mins(1);
+/// The longest pause of a lane whose writes are not confirmed.
+const MAX_REST: Duration = Duration::from_secs(30);
 /// How often all servers are looked at, where there are several.
 const SURVEY_EVERY: Duration = Duration::from_millis(1_500);
 /// The lock that keeps replicas from migrating at the same time: "fencepos" in ASCII.
@@ -52,7 +58,7 @@ const MIGRATION_LOCK: i64 = 0x6665_6e63_6570_6f73;
 #[derive(Debug)]
 pub struct PostgresStore {
     servers: Arc<Servers>,
-    lanes: Vec<Slot>,
+    lanes: Vec<Mutex<Lane>>,
     /// For lists and health checks.
     reads: Slot,
     /// For clean-up.
@@ -65,6 +71,38 @@ pub struct PostgresStore {
 
 /// Where a connection stays between statements.
 type Slot = Mutex<Option<Linked>>;
+
+/// One way to the database for batches.
+#[derive(Debug, Default)]
+struct Lane {
+    slot: Option<Linked>,
+    /// Set while a write is at the server. If that is given up, it stays set.
+    is_writing: bool,
+    /// Writes given up in a row.
+    abandoned: u32,
+    /// No connection is made before.
+    rest_until: Option<Instant>,
+}
+
+impl Lane {
+    /// A write that was given up goes on at the server, waiting for a standby perhaps, and nothing
+    /// ends it. A lane that always came back at once would soon hold every connection that the
+    /// server has; so it comes back after growing pauses.
+    fn rest_after_abandoned_write(&mut self) -> Result<(), StoreError> {
+        if self.is_writing {
+            self.is_writing = false;
+            self.abandoned += 1;
+            let pause = Duration::from_secs(1 << (self.abandoned - 1).min(5));
+            self.rest_until = Some(Instant::now() + pause.min(MAX_REST));
+        }
+        match self.rest_until {
+            Some(until) if Instant::now() < until => {
+                Err(StoreError::Away("writes are not confirmed in time".into()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
 
 fn parse(url: &str) -> Result<PgConnectOptions, OpenError> {
     let options = PgConnectOptions::from_str(url).map_err(|error| {
@@ -111,10 +149,14 @@ async fn prepare(servers: &Servers, migrate: bool) -> Result<(), OpenError> {
     let mut linked = servers.connect_unprepared().await.map_err(|error| unreachable(&error))?;
     let connection = &mut linked.connection;
     let migrations = migrations();
-    let failed = |error: &dyn std::fmt::Display| {
-        OpenError::Configuration(format!("cannot create the tables of Fencepost: {error}"))
+    let failed = |error: &sqlx::Error| match classify(error, false).0 {
+        StoreError::Refused { message, is_transient: false } => OpenError::Configuration(format!(
+            "cannot create or read the tables of Fencepost: {message}"
+        )),
+        error => unreachable(&error),
     };
-    if is_current(connection, &migrations).await.map_err(|error| failed(&error))? {
+    let is_current = timeout(START_TIMEOUT, is_current(connection, &migrations)).await;
+    if is_current.map_err(|_| late())?.map_err(|error| failed(&error))? {
         return Ok(());
     }
     if !migrate {
@@ -137,9 +179,16 @@ async fn prepare(servers: &Servers, migrate: bool) -> Result<(), OpenError> {
         sqlx::raw_sql("CREATE SCHEMA IF NOT EXISTS fencepost").execute(&mut *transaction).await?;
         migrations.run_direct(None, &mut *transaction, false).await?;
         transaction.commit().await?;
-        Ok::<_, sqlx::migrate::MigrateError>(())
+        Ok::<_, MigrateError>(())
     };
-    run.await.map_err(|error| failed(&error))
+    timeout(START_TIMEOUT, run).await.map_err(|_| late())?.map_err(|error| match error {
+        MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) => failed(&error),
+        error => OpenError::Configuration(format!("cannot update the tables: {error}")),
+    })
+}
+
+fn late() -> OpenError {
+    OpenError::Unreachable("the database did not answer in time".to_owned())
 }
 
 async fn is_current(
@@ -177,10 +226,10 @@ impl PostgresStore {
         let servers = parse_all(urls)?;
         prepare(&servers, migrate).await?;
         let first = servers.connect().await.map_err(|error| unreachable(&error))?;
-        let mut lanes: Vec<Slot> = (0..LANES).map(|_| Mutex::default()).collect();
-        lanes[0] = Mutex::new(Some(first));
+        let mut lanes: Vec<Mutex<Lane>> = (0..LANES).map(|_| Mutex::default()).collect();
+        lanes[0] = Mutex::new(Lane { slot: Some(first), ..Lane::default() });
         let stop = CancellationToken::new();
-        let wakes = Arc::new(Wakes {
+        let traffic = Arc::new(Wakes {
             servers: Arc::clone(&servers),
             notify_options: notify_url.map(parse).transpose()?,
             replica: format!("{:016x}", rand::random::<u64>()),
@@ -191,8 +240,8 @@ impl PostgresStore {
         });
         let (messages, outgoing) = mpsc::unbounded_channel();
         let tasks = TaskTracker::new();
-        spawn_vital(&tasks, Arc::clone(&wakes).notify(outgoing));
-        spawn_vital(&tasks, Arc::clone(&wakes).listen(messages.clone()));
+        spawn_vital(&tasks, Arc::clone(&traffic).notify(outgoing));
+        spawn_vital(&tasks, Arc::clone(&traffic).listen(messages.clone()));
         if servers.count() > 1 {
             spawn_vital(&tasks, survey(Arc::clone(&servers), stop.clone()));
         }
@@ -201,11 +250,29 @@ impl PostgresStore {
             lanes,
             reads: Mutex::default(),
             cleaning: Mutex::default(),
-            wakes,
+            wakes: traffic,
             messages,
             tasks,
             stop,
         })
+    }
+
+    /// Reads outside batches.
+    async fn read<T>(
+        &self,
+        reading: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, StoreError> {
+        let whole = async {
+            let mut slot = self.reads.lock().await;
+            let mut linked = self.linked(&mut slot).await?;
+            let done = reading(&mut linked.connection).await;
+            let is_usable = done.as_ref().err().is_none_or(|error| classify(error, false).1);
+            *slot = Some(linked).filter(|_| is_usable);
+            done.map_err(|error| classify(&error, false).0)
+        };
+        timeout(READ_TIMEOUT, whole)
+            .await
+            .unwrap_or_else(|_| Err(StoreError::Away("the database did not answer in time".into())))
     }
 
     async fn linked(&self, slot: &mut Option<Linked>) -> Result<Linked, StoreError> {
@@ -219,7 +286,10 @@ impl PostgresStore {
 async fn survey(servers: Arc<Servers>, stop: CancellationToken) {
     loop {
         tokio::select! {
-            () = tokio::time::sleep(SURVEY_EVERY) => servers.survey().await,
+            () = async {
+                tokio::time::sleep(SURVEY_EVERY).await;
+                servers.survey().await;
+            } => {}
             () = stop.cancelled() => return,
         }
     }
@@ -228,55 +298,54 @@ async fn survey(servers: Arc<Servers>, stop: CancellationToken) {
 #[async_trait]
 impl Store<LeaseMachine> for PostgresStore {
     async fn load(&self, lane: usize, keys: &[Key]) -> Result<Loaded<Lease>, StoreError> {
-        let mut slot = self.lanes[lane].lock().await;
-        let mut linked = self.linked(&mut slot).await?;
+        let mut lane = self.lanes[lane].lock().await;
+        lane.rest_after_abandoned_write()?;
+        let mut linked = self.linked(&mut lane.slot).await?;
         match leases::load(&mut linked.connection, keys).await {
             Ok((rows, surroundings)) => {
                 self.servers.check(&linked, surroundings.timeline)?;
                 let (now, floor) = (surroundings.now, surroundings.floor);
                 let link = linked.link;
-                *slot = Some(linked);
+                lane.slot = Some(linked);
                 Ok(Loaded { rows, now, floor, link })
             }
             Err(error) => {
                 let (error, is_usable) = classify(&error, false);
-                if is_usable {
-                    *slot = Some(linked);
-                }
+                lane.slot = Some(linked).filter(|_| is_usable);
                 Err(error)
             }
         }
     }
 
     async fn store(&self, lane: usize, link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
-        let mut slot = self.lanes[lane].lock().await;
-        let mut linked = slot.take().filter(|linked| linked.link == link);
+        let mut lane = self.lanes[lane].lock().await;
+        let mut linked = lane.slot.take().filter(|linked| linked.link == link);
         let mut results = vec![Stored::NotAccepted; writes.len()];
+        lane.is_writing = true;
         for is_update in [true, false] {
             let chosen: Vec<usize> =
                 (0..writes.len()).filter(|&i| writes[i].expected.is_some() == is_update).collect();
             store_chosen(&mut linked, is_update, writes, &chosen, &mut results).await;
         }
-        *slot = linked;
+        lane.is_writing = false;
+        if linked.is_some() {
+            lane.abandoned = 0;
+        }
+        lane.slot = linked;
         results
     }
 
     async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
-        let mut slot = self.reads.lock().await;
-        let mut linked = self.linked(&mut slot).await?;
-        match timeout(READ_TIMEOUT, leases::list(&mut linked.connection, &query)).await {
-            Ok(Ok((rows, now))) => {
-                *slot = Some(linked);
-                Ok(Listed { rows, now })
-            }
-            Ok(Err(error)) => Err(classify(&error, false).0),
-            Err(_) => Err(StoreError::Away("the database did not answer in time".into())),
-        }
+        self.read(async |connection| {
+            let (rows, now) = leases::list(connection, &query).await?;
+            Ok(Listed { rows, now })
+        })
+        .await
     }
 }
 
-/// Stores some of the writes, all updates or all inserts: in one statement, or one by one when
-/// that is refused, so that a bad row fails alone.
+/// Stores some of the writes, all updates or all inserts: in one statement, or when that is
+/// refused in halves, and so on, until a bad row fails alone.
 async fn store_chosen(
     slot: &mut Option<Linked>,
     is_update: bool,
@@ -314,7 +383,7 @@ async fn store_chosen(
                     *slot = Some(linked);
                 }
                 if is_usable && group.len() > 1 {
-                    groups.extend(group.chunks(1).rev());
+                    groups.extend(group.chunks(group.len().div_ceil(2)).rev());
                 } else {
                     for &i in group {
                         results[i] = Stored::Failed(error.clone());
@@ -349,28 +418,26 @@ impl Backend for PostgresStore {
     }
 
     async fn check(&self) -> Result<(), StoreError> {
-        let mut slot = self.reads.lock().await;
-        let mut linked = self.linked(&mut slot).await?;
-        match timeout(READ_TIMEOUT, link::is_standby(&mut linked.connection)).await {
-            Ok(Ok(false)) => {}
-            Ok(Ok(true)) => {
-                return Err(StoreError::Away("the server has become a standby".into()));
-            }
-            Ok(Err(error)) => return Err(classify(&error, false).0),
-            Err(_) => return Err(StoreError::Away("the database did not answer in time".into())),
+        if self.read(async |connection| link::is_standby(connection).await).await? {
+            *self.reads.lock().await = None;
+            return Err(StoreError::Away("the server has become a standby".into()));
         }
-        *slot = Some(linked);
         Ok(())
     }
 
-    async fn clean_up(&self, retention: Duration) -> Result<u64, StoreError> {
+    async fn clean_up(
+        &self,
+        retention: Duration,
+        after: Option<Cursor>,
+    ) -> Result<Cleaned, StoreError> {
         let mut slot = self.cleaning.lock().await;
         let mut linked = self.linked(&mut slot).await?;
         let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
-        match leases::clean_up(&mut linked.connection, micros).await {
-            Ok(deleted) => {
+        let after = after.unwrap_or_else(Cursor::first);
+        match leases::clean_up(&mut linked.connection, micros, after).await {
+            Ok(cleaned) => {
                 *slot = Some(linked);
-                Ok(deleted)
+                Ok(cleaned)
             }
             Err(error) => Err(classify(&error, false).0),
         }
@@ -380,10 +447,14 @@ impl Backend for PostgresStore {
         self.stop.cancel();
         self.tasks.close();
         self.tasks.wait().await;
-        for slot in self.lanes.iter().chain([&self.reads, &self.cleaning]) {
-            if let Some(linked) = slot.lock().await.take() {
-                let _ = timeout(Duration::from_secs(1), linked.connection.close()).await;
-            }
+        let mut open = Vec::new();
+        for lane in &self.lanes {
+            open.extend(lane.lock().await.slot.take());
         }
+        for slot in [&self.reads, &self.cleaning] {
+            open.extend(slot.lock().await.take());
+        }
+        let closing = open.into_iter().map(|linked| linked.connection.close());
+        let _ = timeout(Duration::from_secs(1), join_all(closing)).await;
     }
 }

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use sqlx::postgres::{PgConnectOptions, PgConnection, PgListener, PgPoolOptions};
 use sqlx::ConnectOptions;
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgListener, PgPoolOptions};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -31,7 +31,8 @@ const MAX_HASHES: usize = 400;
 const PROBE_EVERY: Duration = Duration::from_secs(5);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 const IO_TIMEOUT: Duration = Duration::from_secs(2);
-const RECONNECT_PAUSE: Duration = Duration::from_millis(200);
+const RECONNECT_PAUSE: Duration = Duration::from_millis(100);
+const MAX_RECONNECT_PAUSE: Duration = Duration::from_secs(10);
 
 /// Something to tell the other replicas.
 #[derive(Clone, Copy, Debug)]
@@ -66,17 +67,20 @@ impl Wakes {
     pub(super) async fn notify(self: Arc<Self>, mut messages: mpsc::UnboundedReceiver<Message>) {
         let mut connection: Option<PgConnection> = None;
         let mut gathered = Vec::new();
+        let mut has_missed = false;
         loop {
             tokio::select! {
                 _ = messages.recv_many(&mut gathered, usize::MAX) => {}
                 () = self.stop.cancelled() => return,
             }
-            let payload = self.payload(&gathered);
+            let payload = self.payload(&gathered, has_missed);
             gathered.clear();
+            has_missed = true;
             // Once more on a fresh connection; beyond that the safety poll has to do.
             for _ in 0..2 {
                 let sent = timeout(IO_TIMEOUT, self.send(&mut connection, &payload)).await;
                 if matches!(sent, Ok(Ok(()))) {
+                    has_missed = false;
                     break;
                 }
                 connection = None;
@@ -102,7 +106,7 @@ impl Wakes {
         Ok(())
     }
 
-    fn payload(&self, messages: &[Message]) -> String {
+    fn payload(&self, messages: &[Message], is_for_all: bool) -> String {
         let hashes: HashSet<u64> = messages
             .iter()
             .filter_map(|message| match message {
@@ -111,7 +115,7 @@ impl Wakes {
             })
             .collect();
         let mut payload = format!("{}:", self.replica);
-        if hashes.len() > MAX_HASHES {
+        if is_for_all || hashes.len() > MAX_HASHES {
             payload.push('*');
         } else {
             for hash in hashes {
@@ -143,7 +147,7 @@ impl Wakes {
 
     /// Listens for as long as the store is open, connecting anew whenever it must.
     pub(super) async fn listen(self: Arc<Self>, messages: mpsc::UnboundedSender<Message>) {
-        let mut was_proven = true;
+        let mut failures = 0_u32;
         loop {
             let result = tokio::select! {
                 result = self.listen_once(&messages) => result,
@@ -152,20 +156,25 @@ impl Wakes {
             let was_listening = self.is_listening.swap(false, Ordering::Relaxed);
             self.metrics.listening.set(0);
             self.metrics.listener_reconnects.inc();
-            let reason = match result {
-                Ok(()) => "the connection was lost".to_owned(),
-                Err(error) => error.to_string(),
-            };
-            if was_listening || was_proven {
+            failures = if was_listening { 0 } else { failures + 1 };
+            // Told when it begins, not at every try.
+            if failures <= 1 {
+                let reason = match result {
+                    Ok(()) => "the connection was lost".to_owned(),
+                    Err(error) => error.to_string(),
+                };
                 tracing::warn!(
                     %reason,
-                    "notifications from other replicas do not arrive; waiting calls look again \
-                     every second until they do"
+                    "notifications from other replicas do not arrive; until they do, waiting \
+                     calls look again every second"
                 );
             }
-            was_proven = false;
-            if !was_listening {
-                sleep(RECONNECT_PAUSE).await;
+            if failures > 0 {
+                let pause = RECONNECT_PAUSE * (1 << failures.min(7));
+                tokio::select! {
+                    () = sleep(pause.min(MAX_RECONNECT_PAUSE)) => {}
+                    () = self.stop.cancelled() => return,
+                }
             }
         }
     }

@@ -3,16 +3,19 @@
 //! Rows travel to SQLite as one JSON array, since its parameters are scalars: so the statements
 //! are static text, prepared once, whatever the size of a batch.
 
+use std::collections::HashSet;
+
 use serde_json::{Value, json};
+use sqlx::Row as _;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
-use sqlx::{Connection, Row as _};
 use uuid::Uuid;
 
 use crate::domain::ids::{Key, Name};
 use crate::domain::lease::Lease;
 use crate::domain::time::Timestamp;
+use crate::domain::version::Version;
 use crate::store::columns::{LeaseColumns, kind_number, status_number};
-use crate::store::{ListQuery, Row, Stored, Write};
+use crate::store::{Cleaned, Cursor, ListQuery, Row, Stored, Write};
 
 const LOAD: &str = "
     SELECT wanted.key, l.revision, l.version, l.status, l.owner_id, l.attempt_id, l.grant_id,
@@ -51,13 +54,10 @@ const LIST: &str = "
     SELECT key, revision, version, status, owner_id, attempt_id, grant_id, ttl_ms, acquired_at,
            expires_at, recovered_from, metadata
     FROM leases
-    WHERE kind = ?1 AND namespace = ?2 AND key >= ?3 AND (?4 IS NULL OR key > ?4)
-      AND substr(CAST(key AS BLOB), 1, length(CAST(?3 AS BLOB))) = CAST(?3 AS BLOB)
+    WHERE kind = ?1 AND namespace = ?2 AND key BETWEEN ?3 AND ?4 AND key IS NOT ?5
+      AND substr(CAST(key AS BLOB), 1, length(CAST(?6 AS BLOB))) = CAST(?6 AS BLOB)
     ORDER BY key
-    LIMIT ?5";
-
-/// How many rows one chunk of clean-up looks at.
-const CHUNK: i64 = 1_000;
+    LIMIT ?7";
 
 const CHUNK_END: &str = "
     SELECT kind, namespace, key FROM leases
@@ -68,9 +68,11 @@ const CHUNK_END: &str = "
 const DELETE_IDLE: &str = "
     DELETE FROM leases
     WHERE (kind, namespace, key) > (?1, ?2, ?3)
-      AND (?4 IS NULL OR (kind, namespace, key) <= (?4, ?5, ?6))
+      AND (kind, namespace, key) <= (?4, ?5, ?6)
       AND CASE status WHEN 0 THEN expires_at ELSE revision END <= ?7
     RETURNING revision";
+
+const RAISE_FLOOR: &str = "UPDATE state SET floor = max(floor, ?1)";
 
 fn columns(row: &SqliteRow) -> Result<LeaseColumns, sqlx::Error> {
     let attempt_id: Option<String> = row.try_get(5)?;
@@ -106,79 +108,72 @@ pub(super) async fn load(
     Ok(rows)
 }
 
-/// Stores a batch in one transaction, which also records the clock.
+/// Stores a batch, in the transaction that the caller has begun.
 pub(super) async fn store(
     connection: &mut SqliteConnection,
     writes: &[Write<Lease>],
     floor: i64,
-    now: Timestamp,
 ) -> Result<Vec<Stored>, sqlx::Error> {
-    let as_json = |write: &Write<Lease>| {
-        let Write { key, expected, row: Row { revision, state } } = write;
-        json!([
-            kind_number(key.kind),
-            key.namespace.as_str(),
-            key.name.as_str(),
-            expected.map(|revision| revision.get()),
-            revision.get(),
-            state.version.get(),
-            status_number(state.status),
-            state.owner_id.as_str(),
-            state.attempt_id.map(|id| id.to_string()),
-            state.grant_id,
-            state.ttl.as_millis(),
-            state.acquired_at.as_micros(),
-            state.expires_at.as_micros(),
-            state.recovered_from.map(|version| version.get()),
-            state.metadata,
-        ])
-    };
-    let updates: Vec<Value> =
-        writes.iter().filter(|w| w.expected.is_some()).map(as_json).collect();
+    let updates: Vec<Value> = writes.iter().filter(|w| w.expected.is_some()).map(as_json).collect();
     let inserts: Vec<Value> = writes
         .iter()
         .filter(|w| w.expected.is_none() && w.row.revision.get() > floor)
         .map(as_json)
         .collect();
-    let mut accepted = std::collections::HashSet::new();
-    let mut transaction = connection.begin().await?;
+    let mut accepted = HashSet::new();
     for (statement, rows) in [(UPDATE, updates), (INSERT, inserts)] {
         if rows.is_empty() {
             continue;
         }
         let rows = Value::from(rows).to_string();
-        for row in sqlx::query(statement).bind(rows).fetch_all(&mut *transaction).await? {
-            let key: (i16, String, String) =
-                (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+        for row in sqlx::query(statement).bind(rows).fetch_all(&mut *connection).await? {
+            let key: (i16, String, String) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
             accepted.insert(key);
         }
     }
-    sqlx::query("UPDATE state SET clock = ?1")
-        .bind(now.as_micros())
-        .execute(&mut *transaction)
-        .await?;
-    transaction.commit().await?;
-    let key = |key: &Key| {
+    let is_accepted = |key: &Key| {
         let namespace = key.namespace.as_str().to_owned();
-        (kind_number(key.kind), namespace, key.name.as_str().to_owned())
+        accepted.contains(&(kind_number(key.kind), namespace, key.name.as_str().to_owned()))
     };
-    Ok(writes
-        .iter()
-        .map(|write| {
-            if accepted.contains(&key(&write.key)) { Stored::Accepted } else { Stored::NotAccepted }
-        })
-        .collect())
+    let result = |write: &Write<Lease>| {
+        if is_accepted(&write.key) { Stored::Accepted } else { Stored::NotAccepted }
+    };
+    Ok(writes.iter().map(result).collect())
+}
+
+fn as_json(write: &Write<Lease>) -> Value {
+    let Write { key, expected, row: Row { revision, state } } = write;
+    json!([
+        kind_number(key.kind),
+        key.namespace.as_str(),
+        key.name.as_str(),
+        expected.map(Version::get),
+        revision.get(),
+        state.version.get(),
+        status_number(state.status),
+        state.owner_id.as_str(),
+        state.attempt_id.map(|id| id.to_string()),
+        state.grant_id,
+        state.ttl.as_millis(),
+        state.acquired_at.as_micros(),
+        state.expires_at.as_micros(),
+        state.recovered_from.map(Version::get),
+        state.metadata,
+    ])
 }
 
 pub(super) async fn list(
     connection: &mut SqliteConnection,
     query: &ListQuery,
 ) -> Result<Vec<(Name, Row<Lease>)>, sqlx::Error> {
+    let (lower, upper) = query.bounds();
     let rows = sqlx::query(LIST)
         .bind(kind_number(query.kind))
         .bind(query.namespace.as_str())
-        .bind(&query.prefix)
+        .bind(lower)
+        .bind(upper)
         .bind(query.after.as_ref().map(Name::as_str))
+        .bind(&query.prefix)
         .bind(i64::try_from(query.limit).unwrap_or(i64::MAX))
         .fetch_all(connection)
         .await?;
@@ -190,55 +185,41 @@ pub(super) async fn list(
         .collect()
 }
 
-/// What a chunk of clean-up came to.
-pub(super) struct Chunk {
-    pub(super) deleted: u64,
-    /// The largest stamp deleted, or 0.
-    pub(super) floor: i64,
-    /// Where the next chunk goes on; `None` at the end.
-    pub(super) last: Option<(i16, String, String)>,
-}
-
-/// Deletes what is idle among the next rows, and raises the floor with it.
-pub(super) async fn clean_up_chunk(
+/// Deletes what is idle among the next rows, and raises the floor with it, in the transaction that
+/// the caller has begun. Also tells the largest stamp deleted, or 0.
+pub(super) async fn clean_up(
     connection: &mut SqliteConnection,
-    after: Option<&(i16, String, String)>,
+    after: Cursor,
     cutoff: Timestamp,
-) -> Result<Chunk, sqlx::Error> {
-    let start = (i16::MIN, String::new(), String::new());
-    let (kind, namespace, key) = after.unwrap_or(&start);
-    let mut transaction = connection.begin().await?;
+) -> Result<(Cleaned, i64), sqlx::Error> {
     let end = sqlx::query(CHUNK_END)
-        .bind(kind)
-        .bind(namespace)
-        .bind(key)
-        .bind(CHUNK - 1)
-        .fetch_optional(&mut *transaction)
+        .bind(after.0)
+        .bind(&after.1)
+        .bind(&after.2)
+        .bind(i64::try_from(Cursor::CHUNK).unwrap_or(i64::MAX) - 1)
+        .fetch_optional(&mut *connection)
         .await?;
-    let last: Option<(i16, String, String)> = match end {
-        Some(row) => Some((row.try_get(0)?, row.try_get(1)?, row.try_get(2)?)),
+    let next = match end {
+        Some(row) => Some(Cursor(row.try_get(0)?, row.try_get(1)?, row.try_get(2)?)),
         None => None,
     };
+    let last = next.clone().unwrap_or(Cursor(i16::MAX, String::new(), String::new()));
     let deleted = sqlx::query(DELETE_IDLE)
-        .bind(kind)
-        .bind(namespace)
-        .bind(key)
-        .bind(last.as_ref().map(|last| last.0))
-        .bind(last.as_ref().map(|last| last.1.as_str()))
-        .bind(last.as_ref().map(|last| last.2.as_str()))
+        .bind(after.0)
+        .bind(after.1)
+        .bind(after.2)
+        .bind(last.0)
+        .bind(last.1)
+        .bind(last.2)
         .bind(cutoff.as_micros())
-        .fetch_all(&mut *transaction)
+        .fetch_all(&mut *connection)
         .await?;
     let mut floor = 0;
     for row in &deleted {
         floor = floor.max(row.try_get(0)?);
     }
     if floor > 0 {
-        sqlx::query("UPDATE state SET floor = max(floor, ?1)")
-            .bind(floor)
-            .execute(&mut *transaction)
-            .await?;
+        sqlx::query(RAISE_FLOOR).bind(floor).execute(&mut *connection).await?;
     }
-    transaction.commit().await?;
-    Ok(Chunk { deleted: deleted.len() as u64, floor, last })
+    Ok((Cleaned { deleted: deleted.len() as u64, next }, floor))
 }

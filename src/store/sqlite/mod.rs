@@ -12,16 +12,16 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::sqlite::{
-    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteLockingMode,
-    SqliteSynchronous,
+    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteLockingMode, SqliteSynchronous,
 };
 use sqlx::{ConnectOptions, Connection, Row as _};
 use tokio::sync::Mutex;
+use tokio::time::timeout;
 
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
-    Backend, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError, Stored, WakePath,
-    Write,
+    Backend, Cleaned, Cursor, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError,
+    Stored, WakePath, Write,
 };
 use crate::domain::ids::Key;
 use crate::domain::lease::{Lease, LeaseMachine};
@@ -31,6 +31,8 @@ static MIGRATIONS: sqlx::migrate::Migrator = sqlx::migrate!("migrations/sqlite")
 
 /// How long to wait for another process to let go of the file: a predecessor that is just ending.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a read outside batches may take, waiting for its turn included.
+const READ_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The store.
 #[derive(Clone, Debug)]
@@ -152,53 +154,83 @@ impl Shared {
         let mut file = self.file.lock().await;
         let file = file.as_mut().ok_or_else(closed)?;
         let now = self.clock.now();
-        let rows = leases::load(&mut file.connection, keys).await.map_err(away)?;
+        let rows = leases::load(&mut file.connection, keys).await.map_err(|error| away(&error))?;
         Ok(Loaded { rows, now, floor: file.floor, link: Link::default() })
     }
 
     async fn store(&self, writes: &[Write<Lease>]) -> Vec<Stored> {
         let mut file = self.file.lock().await;
-        let Some(file) = file.as_mut() else {
+        let Some(File { connection, floor }) = file.as_mut() else {
             return vec![Stored::Failed(closed()); writes.len()];
         };
         let now = self.clock.now();
-        match leases::store(&mut file.connection, writes, file.floor, now).await {
-            Ok(accepted) => accepted,
-            // SQLite has rolled back, or will when the file is opened next.
-            Err(error) => {
-                let message = error.to_string().into();
-                let error = StoreError::Refused { message, is_transient: true };
-                vec![Stored::Failed(error); writes.len()]
-            }
-        }
+        let floor = *floor;
+        let stored = transaction(connection, async |connection| {
+            let stored = leases::store(connection, writes, floor).await?;
+            record_clock(connection, now).await?;
+            Ok(stored)
+        });
+        stored.await.unwrap_or_else(|error| {
+            let message = error.to_string().into();
+            let error = StoreError::Refused { message, is_transient: true };
+            vec![Stored::Failed(error); writes.len()]
+        })
     }
 
-    async fn clean_up(&self, retention: Duration) -> Result<u64, StoreError> {
+    async fn clean_up(
+        &self,
+        retention: Duration,
+        after: Option<Cursor>,
+    ) -> Result<Cleaned, StoreError> {
+        let mut file = self.file.lock().await;
+        let file = file.as_mut().ok_or_else(closed)?;
         let cutoff = self.clock.now().minus(retention);
-        let mut after = None;
-        let mut deleted = 0;
-        loop {
-            // The file is let go between chunks, so that requests pass.
-            let mut file = self.file.lock().await;
-            let file = file.as_mut().ok_or_else(closed)?;
-            let chunk = leases::clean_up_chunk(&mut file.connection, after.as_ref(), cutoff)
-                .await
-                .map_err(away)?;
-            deleted += chunk.deleted;
-            file.floor = file.floor.max(chunk.floor);
-            match chunk.last {
-                Some(last) => after = Some(last),
-                None => return Ok(deleted),
-            }
-        }
+        let after = after.unwrap_or_else(Cursor::first);
+        let cleaned = transaction(&mut file.connection, async |connection| {
+            leases::clean_up(connection, after.clone(), cutoff).await
+        });
+        let (cleaned, floor) = cleaned.await.map_err(|error| away(&error))?;
+        file.floor = file.floor.max(floor);
+        Ok(cleaned)
     }
+}
+
+async fn record_clock(
+    connection: &mut SqliteConnection,
+    now: Timestamp,
+) -> Result<(), sqlx::Error> {
+    sqlx::query("UPDATE state SET clock = ?1").bind(now.as_micros()).execute(connection).await?;
+    Ok(())
+}
+
+/// Runs `work` in a transaction. The library's own kind counts how deep it is and miscounts when a
+/// commit fails, as on a full disk: what follows is then "committed" into a transaction that never
+/// ends. Plain statements cannot miscount: if one were left open, the next could not begin.
+async fn transaction<T>(
+    connection: &mut SqliteConnection,
+    work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
+) -> Result<T, sqlx::Error> {
+    sqlx::raw_sql("BEGIN IMMEDIATE").execute(&mut *connection).await?;
+    let done = match work(&mut *connection).await {
+        Ok(done) => sqlx::raw_sql("COMMIT").execute(&mut *connection).await.map(|_| done),
+        Err(error) => Err(error),
+    };
+    if done.is_err() {
+        // Fails if SQLite has rolled back by itself.
+        let _ = sqlx::raw_sql("ROLLBACK").execute(&mut *connection).await;
+    }
+    done
 }
 
 fn closed() -> StoreError {
     StoreError::Away("the file is closed".into())
 }
 
-fn away(error: sqlx::Error) -> StoreError {
+fn failed(error: &tokio::task::JoinError) -> StoreError {
+    StoreError::Unknown(error.to_string().into())
+}
+
+fn away(error: &sqlx::Error) -> StoreError {
     StoreError::Away(error.to_string().into())
 }
 
@@ -212,18 +244,25 @@ impl Store<LeaseMachine> for SqliteStore {
     async fn store(&self, _lane: usize, _link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
         let (shared, owned) = (Arc::clone(&self.shared), writes.to_vec());
         let stored = tokio::spawn(async move { shared.store(&owned).await }).await;
-        stored.unwrap_or_else(|error| {
-            vec![Stored::Failed(StoreError::Unknown(error.to_string().into())); writes.len()]
-        })
+        stored.unwrap_or_else(|error| vec![Stored::Failed(failed(&error)); writes.len()])
     }
 
     async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
-        let mut file = self.shared.file.lock().await;
-        let file = file.as_mut().ok_or_else(closed)?;
-        let now = self.shared.clock.now();
-        let rows = leases::list(&mut file.connection, &query).await.map_err(away)?;
-        Ok(Listed { rows, now })
+        in_time(async {
+            let mut file = self.shared.file.lock().await;
+            let file = file.as_mut().ok_or_else(closed)?;
+            let now = self.shared.clock.now();
+            let rows = leases::list(&mut file.connection, &query).await;
+            Ok(Listed { rows: rows.map_err(|error| away(&error))?, now })
+        })
+        .await
     }
+}
+
+async fn in_time<T>(reading: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+    timeout(READ_TIMEOUT, reading)
+        .await
+        .unwrap_or_else(|_| Err(StoreError::Away("the file's disk did not answer in time".into())))
 }
 
 #[async_trait]
@@ -240,26 +279,96 @@ impl Backend for SqliteStore {
         WakePath::Local
     }
 
+    /// Writes, since a full disk can still be read. In a task of its own, as `store`.
     async fn check(&self) -> Result<(), StoreError> {
-        let mut file = self.shared.file.lock().await;
-        let file = file.as_mut().ok_or_else(closed)?;
-        sqlx::query("SELECT floor FROM state")
-            .fetch_one(&mut file.connection)
-            .await
-            .map_err(away)?;
-        Ok(())
+        let shared = Arc::clone(&self.shared);
+        let checking = tokio::spawn(async move {
+            let mut file = shared.file.lock().await;
+            let file = file.as_mut().ok_or_else(closed)?;
+            let now = shared.clock.now();
+            record_clock(&mut file.connection, now).await.map_err(|error| away(&error))
+        });
+        in_time(async { checking.await.unwrap_or_else(|error| Err(failed(&error))) }).await
     }
 
-    async fn clean_up(&self, retention: Duration) -> Result<u64, StoreError> {
+    async fn clean_up(
+        &self,
+        retention: Duration,
+        after: Option<Cursor>,
+    ) -> Result<Cleaned, StoreError> {
         let shared = Arc::clone(&self.shared);
-        tokio::spawn(async move { shared.clean_up(retention).await })
-            .await
-            .unwrap_or_else(|error| Err(StoreError::Unknown(error.to_string().into())))
+        let cleaning = tokio::spawn(async move { shared.clean_up(retention, after).await });
+        cleaning.await.unwrap_or_else(|error| Err(failed(&error)))
     }
 
     async fn close(&self) {
         if let Some(file) = self.shared.file.lock().await.take() {
             let _ = file.connection.close().await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::ids::{Kind, Name, Namespace, OwnerId};
+    use crate::domain::lease::Status;
+    use crate::domain::time::Ttl;
+    use crate::domain::version::Version;
+    use crate::store::Row;
+
+    fn write(name: &str) -> Write<Lease> {
+        let stamp = Version::from_stored(1);
+        let lease = Lease {
+            version: stamp,
+            status: Status::Held,
+            owner_id: OwnerId::from_stored("owner"),
+            attempt_id: None,
+            grant_id: 1,
+            ttl: Ttl::from_stored(1_000),
+            acquired_at: Timestamp::from_micros(1),
+            expires_at: Timestamp::from_micros(2),
+            recovered_from: None,
+            metadata: Some("x".repeat(2_000)),
+        };
+        Write {
+            key: Key {
+                kind: Kind::Lease,
+                namespace: Namespace::default_namespace(),
+                name: Name::from_stored(name),
+            },
+            expected: None,
+            row: Row { revision: stamp, state: lease },
+        }
+    }
+
+    async fn limit_pages(store: &SqliteStore, sql: &'static str) {
+        let mut file = store.shared.file.lock().await;
+        sqlx::raw_sql(sql).execute(&mut file.as_mut().unwrap().connection).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_is_accepted_after_a_full_disk_is_durable() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("test.db");
+        let store = SqliteStore::open(&path, true).await.unwrap();
+        // SQLite's own limit fails like a disk that is full.
+        limit_pages(&store, "PRAGMA max_page_count = 1").await;
+        let mut refused = 0;
+        for number in 0..40 {
+            let stored = store.store(0, Link::default(), &[write(&format!("a{number}"))]).await;
+            refused += usize::from(!matches!(stored[0], Stored::Accepted));
+        }
+        assert!(refused > 2, "the disk was never full");
+        assert!(store.store(0, Link::default(), &[write("b")]).await.len() == 1);
+        limit_pages(&store, "PRAGMA max_page_count = 1000000").await;
+        let stored = store.store(0, Link::default(), &[write("c")]).await;
+        assert!(matches!(stored[0], Stored::Accepted), "{stored:?}");
+        // As a process that is killed: without closing in order.
+        let file = store.shared.file.lock().await.take().unwrap();
+        file.connection.close_hard().await.unwrap();
+        let reopened = SqliteStore::open(&path, true).await.unwrap();
+        let loaded = reopened.load(0, &[write("c").key]).await.unwrap();
+        assert!(loaded.rows[0].is_some());
     }
 }
