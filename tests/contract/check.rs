@@ -42,8 +42,18 @@ pub(crate) fn problem(reply: &Reply, status: u16, code: &str) {
         assert_eq!(retry_after, "");
     }
     let known = [
-        "type", "title", "status", "detail", "code", "retryable", "request_id", "reason",
-        "retry_after_ms", "limit", "errors", "current",
+        "type",
+        "title",
+        "status",
+        "detail",
+        "code",
+        "retryable",
+        "request_id",
+        "reason",
+        "retry_after_ms",
+        "limit",
+        "errors",
+        "current",
     ];
     for name in members.keys() {
         assert!(known.contains(&&**name), "{name} is not a member of a problem");
@@ -65,8 +75,7 @@ pub(crate) fn wrong_members(reply: &Reply) -> Vec<String> {
 #[track_caller]
 pub(crate) fn millis(instant: &Value) -> i64 {
     let text = instant.as_str().unwrap_or_else(|| panic!("not an instant: {instant}"));
-    let shape: String =
-        text.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+    let shape: String = text.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
     assert_eq!(shape, "0000-00-00T00:00:00.000Z", "{text}");
     let part = |from: usize, to: usize| text[from..to].parse::<i64>().unwrap();
     let (year, month, day) = (part(0, 4), part(5, 7), part(8, 10));

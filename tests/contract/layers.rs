@@ -126,14 +126,14 @@ fn mentions(concerns: impl Fn(&str) -> bool, banned: impl Fn(&str) -> bool) -> V
 /// One of our own modules, by whatever way it is named from within `src/<module>/`.
 fn names_module(path: &str, modules: &[&str]) -> bool {
     modules.iter().any(|module| {
-        let roots = ["crate::", "fencepost::", "super::", "super::super::", "super::super::super::"];
+        let roots =
+            ["crate::", "fencepost::", "super::", "super::super::", "super::super::super::"];
         roots.iter().any(|root| is_in(path, &format!("{root}{module}")))
     })
 }
 
-const OURS: &[&str] = &[
-    "cli", "config", "coordinator", "domain", "engine", "http", "shutdown", "store", "telemetry",
-];
+const OURS: &[&str] =
+    &["cli", "config", "coordinator", "domain", "engine", "http", "shutdown", "store", "telemetry"];
 
 #[test]
 fn the_list_of_our_modules_is_complete() {
@@ -144,10 +144,7 @@ fn the_list_of_our_modules_is_complete() {
 
 #[test]
 fn only_the_store_speaks_sql() {
-    assert_eq!(
-        mentions(|file| !file.starts_with("store/"), |path| is_in(path, "sqlx")),
-        []
-    );
+    assert_eq!(mentions(|file| !file.starts_with("store/"), |path| is_in(path, "sqlx")), []);
     assert_ne!(mentions(|file| file.starts_with("store/"), |path| is_in(path, "sqlx")), []);
 }
 
@@ -163,9 +160,7 @@ fn only_http_knows_its_frameworks() {
 fn the_rules_know_nothing_but_themselves() {
     let others: Vec<&str> = OURS.iter().filter(|module| **module != "domain").copied().collect();
     assert_eq!(
-        mentions(|file| file.starts_with("domain/"), |path| {
-            names_module(path, &others)
-        }),
+        mentions(|file| file.starts_with("domain/"), |path| { names_module(path, &others) }),
         []
     );
 }
@@ -173,15 +168,35 @@ fn the_rules_know_nothing_but_themselves() {
 #[test]
 fn the_rules_have_no_input_no_output_no_clock_and_no_chance() {
     let banned = [
-        "tokio", "tokio_util", "sqlx", "axum", "rand", "serde", "serde_json", "std::time::Instant",
-        "std::time::SystemTime", "Instant", "SystemTime", "std::fs", "std::net", "std::io",
-        "std::env", "std::thread", "std::process", "std::sync::Mutex", "std::sync::atomic",
-        "OffsetDateTime", "time::OffsetDateTime", "Uuid::now_v7", "Uuid::new_v4",
+        "tokio",
+        "tokio_util",
+        "sqlx",
+        "axum",
+        "rand",
+        "serde",
+        "serde_json",
+        "std::time::Instant",
+        "std::time::SystemTime",
+        "Instant",
+        "SystemTime",
+        "std::fs",
+        "std::net",
+        "std::io",
+        "std::env",
+        "std::thread",
+        "std::process",
+        "std::sync::Mutex",
+        "std::sync::atomic",
+        "OffsetDateTime",
+        "time::OffsetDateTime",
+        "Uuid::now_v7",
+        "Uuid::new_v4",
     ];
     assert_eq!(
-        mentions(|file| file.starts_with("domain/"), |path| {
-            banned.iter().any(|name| is_in(path, name))
-        }),
+        mentions(
+            |file| file.starts_with("domain/"),
+            |path| { banned.iter().any(|name| is_in(path, name)) }
+        ),
         []
     );
 }
@@ -189,9 +204,10 @@ fn the_rules_have_no_input_no_output_no_clock_and_no_chance() {
 #[test]
 fn stores_do_not_know_who_uses_them() {
     assert_eq!(
-        mentions(|file| file.starts_with("store/"), |path| {
-            names_module(path, &["engine", "coordinator", "http", "cli"])
-        }),
+        mentions(
+            |file| file.starts_with("store/"),
+            |path| { names_module(path, &["engine", "coordinator", "http", "cli"]) }
+        ),
         []
     );
 }
@@ -199,9 +215,10 @@ fn stores_do_not_know_who_uses_them() {
 #[test]
 fn the_engine_does_not_know_who_uses_it() {
     assert_eq!(
-        mentions(|file| file.starts_with("engine/"), |path| {
-            names_module(path, &["coordinator", "http", "cli"])
-        }),
+        mentions(
+            |file| file.starts_with("engine/"),
+            |path| { names_module(path, &["coordinator", "http", "cli"]) }
+        ),
         []
     );
 }
@@ -209,7 +226,10 @@ fn the_engine_does_not_know_who_uses_it() {
 #[test]
 fn the_coordinator_does_not_know_http() {
     assert_eq!(
-        mentions(|file| file.starts_with("coordinator"), |path| names_module(path, &["http", "cli"])),
+        mentions(
+            |file| file.starts_with("coordinator"),
+            |path| names_module(path, &["http", "cli"])
+        ),
         []
     );
 }
@@ -227,8 +247,13 @@ fn what_is_forbidden_would_be_seen() {
     let found: Vec<(usize, String)> = paths(text);
     let named = |what: &str| found.iter().any(|(_, path)| is_in(path, what));
     for seen in [
-        "crate::domain::ids::Key", "crate::engine::Hub", "crate::engine::wait::Verdict",
-        "std::time::Instant", "crate::coordinator::Reply", "tokio::spawn", "super::super::http",
+        "crate::domain::ids::Key",
+        "crate::engine::Hub",
+        "crate::engine::wait::Verdict",
+        "std::time::Instant",
+        "crate::coordinator::Reply",
+        "tokio::spawn",
+        "super::super::http",
     ] {
         assert!(named(seen), "{seen} in {found:?}");
     }

@@ -1,5 +1,14 @@
 //! The contract: what the service promises, as laws that hold on every store, over HTTP.
 
+#![expect(
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::disallowed_types,
+    clippy::float_cmp,
+    clippy::cast_precision_loss,
+    reason = "a test fails by panicking, makes its own databases, shares helpers and counts little"
+)]
+
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -35,33 +35,38 @@ const WAIT: Member = ("wait_ms", Holds::Integer, false, "0");
 
 /// Every call with a body.
 const CALLS: &[(&str, &[Member])] = &[
-    ("/v1/leases/claim", &[
-        KEY,
-        OWNER,
-        ("ttl_ms", Holds::Integer, true, "30000"),
-        ("attempt_id", Holds::Text, false, r#""0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00""#),
-        WAIT,
-        ("metadata", Holds::Object, false, "{}"),
-    ]),
+    (
+        "/v1/leases/claim",
+        &[
+            KEY,
+            OWNER,
+            ("ttl_ms", Holds::Integer, true, "30000"),
+            ("attempt_id", Holds::Text, false, r#""0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00""#),
+            WAIT,
+            ("metadata", Holds::Object, false, "{}"),
+        ],
+    ),
     ("/v1/leases/renew", &[KEY, OWNER, VERSION, OPTIONAL_TTL]),
-    ("/v1/leases/renew-many", &[
-        OWNER,
-        OPTIONAL_TTL,
-        ("items", Holds::Array, true, r#"[{"key":"k","version":7}]"#),
-    ]),
+    (
+        "/v1/leases/renew-many",
+        &[OWNER, OPTIONAL_TTL, ("items", Holds::Array, true, r#"[{"key":"k","version":7}]"#)],
+    ),
     ("/v1/leases/release", &[KEY, OWNER, VERSION]),
     ("/v1/leases/wait", &[KEY, OPTIONAL_VERSION, WAIT]),
     ("/v1/leases/verify", &[KEY, VERSION]),
-    ("/v1/leases/force-release", &[
-        KEY,
-        ("reason", Holds::Text, true, r#""r""#),
-        OPTIONAL_VERSION,
-    ]),
+    ("/v1/leases/force-release", &[KEY, ("reason", Holds::Text, true, r#""r""#), OPTIONAL_VERSION]),
 ];
 
 const GETS: &[&str] = &[
-    "/v1/leases", "/v1/leases/state?key=k", "/v1/capabilities", "/livez", "/readyz", "/metrics",
-    "/openapi.json", "/openapi-3.0.json", "/docs/",
+    "/v1/leases",
+    "/v1/leases/state?key=k",
+    "/v1/capabilities",
+    "/livez",
+    "/readyz",
+    "/metrics",
+    "/openapi.json",
+    "/openapi-3.0.json",
+    "/docs/",
 ];
 
 /// A body of these members, with `name` replaced by other text, if any.
@@ -178,8 +183,19 @@ async fn values_of_the_wrong_type_are_refused_by_name() {
     let texts = ["\"k\"", "\"\"", "\"7\"", "\"30000\"", "\"null\""];
     let integers = ["7", "0", "30000"];
     let others = [
-        "true", "false", "1.0", "30000.0", "3e4", "1E3", "-0", "-0.0", "1e400", "-1e400",
-        "18446744073709551616", "9223372036854775808", "-9223372036854775809",
+        "true",
+        "false",
+        "1.0",
+        "30000.0",
+        "3e4",
+        "1E3",
+        "-0",
+        "-0.0",
+        "1e400",
+        "-1e400",
+        "18446744073709551616",
+        "9223372036854775808",
+        "-9223372036854775809",
         "9.007199254740993e15",
     ];
     let objects = ["{}", "{\"a\":\"b\"}", "{\"$serde_json::private::RawValue\":\"1\"}"];
@@ -208,7 +224,8 @@ async fn values_of_the_wrong_type_are_refused_by_name() {
 #[tokio::test]
 async fn all_wrong_members_are_named_at_once() {
     let service = start().await;
-    let text = r#"{"key":"","owner_id":7,"ttl_ms":0,"wait_ms":-1,"attempt_id":"x","other":1,"other":2}"#;
+    let text =
+        r#"{"key":"","owner_id":7,"ttl_ms":0,"wait_ms":-1,"attempt_id":"x","other":1,"other":2}"#;
     let names: HashSet<String> =
         wrong_members(&service.post_raw("/v1/leases/claim", text).await).into_iter().collect();
     let expected = ["key", "owner_id", "ttl_ms", "wait_ms", "attempt_id", "other"];
@@ -229,7 +246,8 @@ async fn a_ttl_is_within_its_limits_exactly() {
         assert_eq!(wrong_members(&service.claim("k", "a", ttl_ms).await), ["ttl_ms"], "{ttl_ms}");
     }
     assert_eq!(service.state("k").await, json!({"key": "k", "state": "free"}));
-    for (n, ttl_ms) in [min, min + 1, 29_999, 30_000, 30_001, max - 1, max].into_iter().enumerate() {
+    for (n, ttl_ms) in [min, min + 1, 29_999, 30_000, 30_001, max - 1, max].into_iter().enumerate()
+    {
         let granted = service.claim(&format!("k{n}"), "a", ttl_ms).await.expect("claimed");
         assert_eq!(granted.body["lease"]["ttl_ms"], ttl_ms);
         assert_eq!(granted.body["lease"]["renew_after_ms"], ttl_ms / 3);
@@ -293,10 +311,16 @@ async fn a_wait_is_within_its_limits_exactly() {
 async fn an_attempt_is_named_by_a_uuid() {
     let service = start().await;
     for attempt in [
-        "", "a", "0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f0", "0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f000",
-        "0198f2c47d1e7c3a9b1f3d2a6c5e4f00", "{0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00}",
-        "urn:uuid:0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00", "0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f0g",
-        " 0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00", "0198f2c4_7d1e_7c3a_9b1f_3d2a6c5e4f00",
+        "",
+        "a",
+        "0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f0",
+        "0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f000",
+        "0198f2c47d1e7c3a9b1f3d2a6c5e4f00",
+        "{0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00}",
+        "urn:uuid:0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00",
+        "0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f0g",
+        " 0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00",
+        "0198f2c4_7d1e_7c3a_9b1f_3d2a6c5e4f00",
     ] {
         let body = json!({"key": "k", "owner_id": "a", "ttl_ms": 30_000, "attempt_id": attempt});
         assert_eq!(wrong_members(&claim(&service, body).await), ["attempt_id"], "{attempt}");
@@ -373,24 +397,30 @@ on_every_store! {
     async fn metadata_is_as_large_as_allowed_and_not_a_byte_larger(service) {
         let most = limit(&service, "metadata_bytes").await;
         assert_eq!(most, 4_096);
-        // {"a":"…"}
-        for (n, text) in texts_of(most - 8).into_iter().enumerate() {
-            let quotes = text.matches(['"', '\\']).count();
-            let fits = text.chars().rev().skip(quotes).collect::<String>();
-            let metadata = json!({"a": fits});
-            if metadata.to_string().len() > most {
-                continue;
-            }
-            let body = json!({"key": format!("k{n}"), "owner_id": "a", "ttl_ms": 30_000,
-                              "metadata": metadata});
+        // {"a":"…"}, of which eight bytes are not text.
+        let plain = |bytes| {
+            texts_of(bytes).into_iter().filter(|text| !text.contains(['"', '\\']))
+        };
+        assert!(plain(most).count() >= 4);
+        for (n, text) in plain(most - 8).enumerate() {
+            let (key, metadata) = (format!("k{n}"), json!({"a": text}));
+            let body = json!({"key": key, "owner_id": "a", "ttl_ms": 30_000, "metadata": metadata});
             let granted = claim(&service, body).await.expect("claimed");
             assert_eq!(granted.body["lease"]["metadata"], metadata);
-            assert_eq!(service.state(&format!("k{n}")).await["metadata"], metadata);
+            assert_eq!(service.state(&key).await["metadata"], metadata);
         }
         for text in texts_of(most - 7) {
             let body = json!({"key": "other", "owner_id": "a", "ttl_ms": 30_000,
                               "metadata": {"a": text}});
             assert_eq!(wrong_members(&claim(&service, body).await), ["metadata"]);
+        }
+        // What must be escaped counts as it is escaped.
+        for (quotes, fits) in [((most - 8) / 2, true), ((most - 8) / 2 + 1, false)] {
+            let body = json!({"key": "quotes", "owner_id": "a", "ttl_ms": 30_000,
+                              "metadata": {"a": "\"".repeat(quotes)}});
+            let reply = claim(&service, body).await;
+            assert_eq!(reply.status, if fits { 200 } else { 400 });
+            force(&service, "quotes", None).await;
         }
         // White space between members is not part of it.
         let wide = format!(
@@ -426,9 +456,22 @@ async fn what_is_not_json_is_refused() {
     let valid = r#"{"key":"k","owner_id":"a","ttl_ms":30000}"#;
     let mut wrong: Vec<Vec<u8>> = (0..valid.len()).map(|end| valid[..end].into()).collect();
     let others: [&[u8]; 16] = [
-        b" ", b"{}{}", b"{} 1", b"\xef\xbb\xbf{}", b"{\"key\":\"\xff\"}", b"{\"key\":\"\xc3\x28\"}",
-        b"{'key':'k'}", b"{key:1}", b"{\"key\":01}", b"{\"key\":+1}", b"{\"key\":NaN}",
-        b"{\"key\":\"a\nb\"}", b"{\"key\":\"\\x\"}", b"{\"key\":1,}", b"{/**/}", b"\0",
+        b" ",
+        b"{}{}",
+        b"{} 1",
+        b"\xef\xbb\xbf{}",
+        b"{\"key\":\"\xff\"}",
+        b"{\"key\":\"\xc3\x28\"}",
+        b"{'key':'k'}",
+        b"{key:1}",
+        b"{\"key\":01}",
+        b"{\"key\":+1}",
+        b"{\"key\":NaN}",
+        b"{\"key\":\"a\nb\"}",
+        b"{\"key\":\"\\x\"}",
+        b"{\"key\":1,}",
+        b"{/**/}",
+        b"\0",
     ];
     wrong.extend(others.iter().map(|&text| text.to_vec()));
     for text in wrong {
@@ -492,7 +535,9 @@ async fn deep_long_and_many_values_are_refused_by_a_service_that_lives_on() {
     let deep = format!(r#"{{"owner_id":"a","items":{}}}"#, "[".repeat(most - 30));
     problem(&service.post_raw("/v1/leases/renew-many", deep).await, 400, "invalid_json");
     let number = "9".repeat(60_000);
-    for number in [number.clone(), format!("-{number}"), format!("0.{number}"), format!("1e{number}")] {
+    for number in
+        [number.clone(), format!("-{number}"), format!("0.{number}"), format!("1e{number}")]
+    {
         let reply =
             service.post_raw("/v1/leases/claim", body(CALLS[0].1, "ttl_ms", Some(&number))).await;
         assert_eq!(reply.status, 400);
@@ -510,9 +555,19 @@ async fn only_json_is_read() {
     let service = start().await;
     let text = r#"{"key":"k","owner_id":"a","ttl_ms":30000}"#;
     for media_type in [
-        "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "",
-        "application/jsonp", "application/json5", "text/json", "application", "json", "*/*",
-        "application/problem+json", "text/plain; application/json", "application/xml",
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "",
+        "application/jsonp",
+        "application/json5",
+        "text/json",
+        "application",
+        "json",
+        "*/*",
+        "application/problem+json",
+        "text/plain; application/json",
+        "application/xml",
     ] {
         let request = service.http.post(format!("{}/v1/leases/claim", service.base));
         let response = request.header("content-type", media_type).body(text).send().await.unwrap();
@@ -522,9 +577,15 @@ async fn only_json_is_read() {
     problem(&read(request.send().await.unwrap()).await, 415, "unsupported_media_type");
     assert_eq!(service.state("k").await, json!({"key": "k", "state": "free"}));
     for (n, media_type) in [
-        "application/json", "APPLICATION/JSON", "application/json; charset=utf-8",
-        "application/json;charset=UTF-8", " application/json ",
-    ].into_iter().enumerate() {
+        "application/json",
+        "APPLICATION/JSON",
+        "application/json; charset=utf-8",
+        "application/json;charset=UTF-8",
+        " application/json ",
+    ]
+    .into_iter()
+    .enumerate()
+    {
         let text = text.replace("\"k\"", &format!("\"k{n}\""));
         let request = service.http.post(format!("{}/v1/leases/claim", service.base));
         let response = request.header("content-type", media_type).body(text).send().await.unwrap();
@@ -626,8 +687,18 @@ async fn a_body_that_breaks_off_changes_nothing() {
 #[tokio::test]
 async fn what_is_not_there_is_a_problem() {
     let service = start().await;
-    for path in ["/", "/v1", "/v1/", "/v2/leases", "/v1/leases/k", "/v1/lease/claim", "/favicon.ico",
-                 "/v1/leases/claim.json", "/robots.txt", "/docs/no-such-file"] {
+    for path in [
+        "/",
+        "/v1",
+        "/v1/",
+        "/v2/leases",
+        "/v1/leases/k",
+        "/v1/lease/claim",
+        "/favicon.ico",
+        "/v1/leases/claim.json",
+        "/robots.txt",
+        "/docs/no-such-file",
+    ] {
         problem(&service.get(path).await, 404, "route_not_found");
         if !path.starts_with("/docs") {
             let body = json!({"key": "k", "owner_id": "a", "ttl_ms": 30_000});
@@ -642,13 +713,36 @@ async fn what_is_not_there_is_a_problem() {
 async fn paths_are_taken_as_they_stand() {
     let service = start().await;
     for target in [
-        "/v1/leases/%2e%2e", "/v1/leases/..", "/v1/leases/.", "/v1/leases/...", "//v1/leases",
-        "/v1//leases", "/v1/leases/", "/v1/leases//", "/v1/leases/state/", "/v1/./leases",
-        "/v1/x/../leases", "/v1/x/%2e%2e/leases", "/v1%2Fleases", "/v1/leases%2Fstate?key=k",
-        "/V1/leases", "/v1/LEASES", "/v1/leases%00", "/v1/leases%20", "/v1/leases;a=b",
-        "/v1\\leases", "/%76%32/leases", "/docs/../metrics", "/docs/%2e%2e/metrics",
-        "/docs/..%2fmetrics", "/docs/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/docs//etc/passwd",
-        "/docs/%2fetc%2fpasswd", "/metrics/", "/livez/", "/livez%2e",
+        "/v1/leases/%2e%2e",
+        "/v1/leases/..",
+        "/v1/leases/.",
+        "/v1/leases/...",
+        "//v1/leases",
+        "/v1//leases",
+        "/v1/leases/",
+        "/v1/leases//",
+        "/v1/leases/state/",
+        "/v1/./leases",
+        "/v1/x/../leases",
+        "/v1/x/%2e%2e/leases",
+        "/v1%2Fleases",
+        "/v1/leases%2Fstate?key=k",
+        "/V1/leases",
+        "/v1/LEASES",
+        "/v1/leases%00",
+        "/v1/leases%20",
+        "/v1/leases;a=b",
+        "/v1\\leases",
+        "/%76%32/leases",
+        "/docs/../metrics",
+        "/docs/%2e%2e/metrics",
+        "/docs/..%2fmetrics",
+        "/docs/%2e%2e%2f%2e%2e%2fetc%2fpasswd",
+        "/docs//etc/passwd",
+        "/docs/%2fetc%2fpasswd",
+        "/metrics/",
+        "/livez/",
+        "/livez%2e",
     ] {
         let reply = exchange(&service.base, head("GET", target, "")).await;
         assert_eq!(reply.status, 404, "{target}: {}", reply.head);
@@ -710,7 +804,8 @@ async fn no_reply_lets_pages_of_other_sites_in() {
     for (method, path) in
         [("OPTIONS", "/v1/leases/claim"), ("GET", "/v1/leases"), ("OPTIONS", "/v1/leases")]
     {
-        let request = service.http.request(method.parse().unwrap(), format!("{}{path}", service.base));
+        let request =
+            service.http.request(method.parse().unwrap(), format!("{}{path}", service.base));
         let request = request
             .header("origin", "http://evil.example")
             .header("access-control-request-method", "POST")
@@ -774,9 +869,8 @@ async fn a_fitting_request_id_is_taken_over_and_any_other_replaced() {
 #[tokio::test]
 async fn odd_bytes_in_headers_are_survived() {
     let service = start().await;
-    let values: [&[u8]; 9] = [
-        b"\xc3\xa9", b"\xe9", b"\xff", "😀".as_bytes(), b"\x7f", b"a\tb", b"\x01", b"\0", b"\x80",
-    ];
+    let values: [&[u8]; 9] =
+        [b"\xc3\xa9", b"\xe9", b"\xff", "😀".as_bytes(), b"\x7f", b"a\tb", b"\x01", b"\0", b"\x80"];
     for value in values {
         for name in ["x-request-id", "traceparent", "x-other", "accept", "origin", "cookie"] {
             let mut more = format!("{name}: ").into_bytes();
