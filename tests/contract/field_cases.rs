@@ -151,26 +151,28 @@ on_every_store! {
     /// Keys that share a bucket block each other, or leak into each other
     /// (`spring-projects/spring-integration#11146`).
     async fn many_keys_of_one_owner_do_not_meet(service) {
-        let began = Instant::now();
-        let mut versions = Vec::new();
-        for n in 0..300 {
-            let key = format!("k{n}");
-            versions.push(service.claim(&key, "a", 60_000).await.expect("claimed").version());
-            if n > 0 {
-                service.claim(&format!("k{}", n - 1), "b", 60_000).await.expect("held");
+        let claim_all = async |owner: &'static str, outcome: &str| {
+            let mut claims = JoinSet::new();
+            for n in 0..300 {
+                let client = service.client.clone();
+                claims.spawn(async move { (n, client.claim(&format!("k{n}"), owner, 60_000).await) });
             }
-        }
-        for (n, version) in versions.iter().enumerate().rev() {
-            service.release(&format!("k{n}"), "a", *version).await.expect("released");
-        }
-        let mut claims = JoinSet::new();
-        for n in 0..300 {
+            let replies = claims.join_all().await.into_iter();
+            replies.map(|(n, reply)| (n, reply.expect(outcome))).collect::<Vec<_>>()
+        };
+        let began = Instant::now();
+        let mut granted = claim_all("a", "claimed").await;
+        claim_all("b", "held").await;
+        granted.sort_by_key(|(n, _)| std::cmp::Reverse(*n));
+        let mut releases = JoinSet::new();
+        for (n, reply) in granted {
             let client = service.client.clone();
-            claims.spawn(async move { client.claim(&format!("k{n}"), "b", 60_000).await });
+            releases.spawn(async move {
+                client.release(&format!("k{n}"), "a", reply.version()).await.expect("released")
+            });
         }
-        for reply in claims.join_all().await {
-            reply.expect("claimed");
-        }
+        releases.join_all().await;
+        claim_all("b", "claimed").await;
         assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
     }
 
