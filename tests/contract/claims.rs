@@ -10,6 +10,10 @@ use crate::check::{claim, force, millis, no_nulls, problem, until_lapsed, wrong_
 use crate::on_every_store;
 use crate::support::{Client, Kind, Reply, Service, World, eventually};
 
+/// Longer than what is told at once takes on a busy machine, and far shorter than any wait here:
+/// who is overlooked is served at the end of its time, and that must not pass.
+const PROMPT: Duration = Duration::from_secs(20);
+
 const ATTEMPT: &str = "0198f2c4-7d1e-7c3a-9b1f-3d2a6c5e4f00";
 
 fn attempt(key: &str, owner: &str, ttl_ms: i64) -> Value {
@@ -215,7 +219,7 @@ on_every_store! {
         late["wait_ms"] = json!(50_000);
         let sent = Instant::now();
         claim(&service, late).await.expect_stale("released");
-        assert!(sent.elapsed() < Duration::from_secs(10));
+        assert!(sent.elapsed() < PROMPT);
     }
 
     async fn a_key_remembers_an_attempt_until_its_next_grant(service) {
@@ -349,22 +353,24 @@ on_every_store! {
     async fn a_waiting_claim_on_a_free_key_is_granted_at_once(service) {
         let sent = Instant::now();
         claim_in_line(&service, "k", "a", 50_000).await.unwrap().expect("claimed");
-        assert!(sent.elapsed() < Duration::from_secs(10));
+        assert!(sent.elapsed() < PROMPT);
     }
 
     async fn a_waiting_claim_is_granted_on_release(service) {
         let first = service.claim("k", "a", 30_000).await.expect("claimed").version();
-        let waiting = claim_in_line(&service, "k", "b", 30_000);
+        let waiting = claim_in_line(&service, "k", "b", 50_000);
         service.until_waiters(1).await;
+        let sent = Instant::now();
         service.release("k", "a", first).await.expect("released");
         let second = waiting.await.unwrap().expect("claimed");
+        assert!(sent.elapsed() < PROMPT, "{:?}", sent.elapsed());
         assert!(second.version() > first);
         assert_eq!(second.body.get("recovered"), None);
     }
 
     async fn a_waiting_claim_is_granted_on_expiry(service) {
         let first = service.claim("k", "a", 500).await.expect("claimed");
-        let second = claim_in_line(&service, "k", "b", 30_000).await.unwrap().expect("claimed");
+        let second = claim_in_line(&service, "k", "b", 50_000).await.unwrap().expect("claimed");
         assert_eq!(second.body["previous_version"], first.version());
         let (first, second) = (&first.body["lease"], &second.body["lease"]);
         assert!(millis(&second["acquired_at"]) >= millis(&first["expires_at"]));
@@ -372,13 +378,16 @@ on_every_store! {
 
     async fn a_waiting_claim_is_granted_on_a_forced_release(service) {
         let first = service.claim("k", "a", 60_000).await.expect("claimed").version();
-        let waiting = claim_in_line(&service, "k", "b", 30_000);
+        let waiting = claim_in_line(&service, "k", "b", 50_000);
         service.until_waiters(1).await;
+        let sent = Instant::now();
         force(&service, "k", Some(first)).await.expect("released");
         assert_eq!(waiting.await.unwrap().expect("claimed").body["previous_version"], first);
+        assert!(sent.elapsed() < PROMPT, "{:?}", sent.elapsed());
     }
 
     async fn waiting_claims_are_served_first_come_first_served(service) {
+        let began = Instant::now();
         let mut version = service.claim("k", "o0", 60_000).await.expect("claimed").version();
         let mut line = Vec::new();
         for n in 1..=4 {
@@ -390,9 +399,11 @@ on_every_store! {
             version = next.await.unwrap().expect("claimed").version();
             assert_eq!(service.state("k").await["owner_id"], format!("o{}", n + 1));
         }
+        assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
     }
 
     async fn who_leaves_the_line_passes_its_turn_on(service) {
+        let began = Instant::now();
         let first = service.claim("k", "a", 60_000).await.expect("claimed").version();
         let leavers: Vec<_> = ["b", "c"].map(|owner| (owner, 50_000)).into();
         let mut line = Vec::new();
@@ -407,9 +418,11 @@ on_every_store! {
         service.release("k", "a", first).await.expect("released");
         last.await.unwrap().expect("claimed");
         assert_eq!(service.state("k").await["owner_id"], "d");
+        assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
     }
 
     async fn who_runs_out_of_time_passes_its_turn_on(service) {
+        let began = Instant::now();
         let first = service.claim("k", "a", 60_000).await.expect("claimed").version();
         let hasty = claim_in_line(&service, "k", "b", 200);
         service.until_waiters(1).await;
@@ -418,6 +431,7 @@ on_every_store! {
         service.until_waiters(1).await;
         service.release("k", "a", first).await.expect("released");
         patient.await.unwrap().expect("claimed");
+        assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
     }
 
     async fn a_waiting_claim_is_told_of_the_holder_when_its_time_is_out(service) {
@@ -425,7 +439,7 @@ on_every_store! {
         let sent = Instant::now();
         let reply = claim_in_line(&service, "k", "b", 300).await.unwrap().expect("held");
         assert!(sent.elapsed() >= Duration::from_millis(300));
-        assert!(sent.elapsed() < Duration::from_secs(10));
+        assert!(sent.elapsed() < PROMPT);
         assert!(reply.body["elapsed_ms"].as_i64().unwrap() >= 300);
         assert_eq!(reply.body["holder"]["version"], first);
         assert!((0..=1_000).contains(&reply.body["retry_after_ms"].as_i64().unwrap()));
@@ -439,7 +453,7 @@ on_every_store! {
         service.until_waiters(1).await;
         let sent = Instant::now();
         claim_in_line(&service, "k", "c", 300).await.unwrap().expect("held");
-        assert!(sent.elapsed() < Duration::from_secs(10));
+        assert!(sent.elapsed() < PROMPT);
         before.abort();
     }
 
@@ -465,7 +479,7 @@ on_every_store! {
         again["wait_ms"] = json!(50_000);
         let sent = Instant::now();
         let again = claim(&service, again).await.expect("claimed");
-        assert!(sent.elapsed() < Duration::from_secs(10));
+        assert!(sent.elapsed() < PROMPT);
         assert_eq!((again.version(), &again.body["repeated"]), (first.version(), &json!(true)));
         other.abort();
     }
@@ -481,8 +495,10 @@ on_every_store! {
             service.until_waiters(n).await;
         }
         service.release("k", "a", first).await.expect("released");
+        let sent = Instant::now();
         let second = waiting.remove(1).await.unwrap().expect("claimed");
         let first = waiting.remove(0).await.unwrap().expect("claimed");
+        assert!(sent.elapsed() < PROMPT, "{:?}", sent.elapsed());
         assert_eq!(first.version(), second.version());
         assert_eq!((&first.body["repeated"], &second.body["repeated"]), (&json!(false), &json!(true)));
     }
