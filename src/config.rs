@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::domain::time::Retention;
 use crate::telemetry::LogFormat;
 
 /// Where the data is.
@@ -104,6 +105,14 @@ pub struct Config {
     #[arg(long, env = "FENCEPOST_CLEANUP_INTERVAL", default_value = "60s", value_parser = duration, value_name = "DURATION")]
     pub cleanup_interval: Duration,
 
+    /// How long a stored response is kept if its caller does not say; 1s to 366 days
+    #[arg(long, env = "FENCEPOST_IDEMPOTENCY_TTL", default_value = "24h", value_parser = retention, value_name = "DURATION")]
+    pub idempotency_ttl: Retention,
+
+    /// How long a completed execution is kept; 1s to 366 days [default: for ever]
+    #[arg(long, env = "FENCEPOST_EXECUTION_RETENTION", value_parser = retention, value_name = "DURATION")]
+    pub execution_retention: Option<Retention>,
+
     /// How log lines look [default: text on a terminal, else json]
     #[arg(long, env = "FENCEPOST_LOG_FORMAT", value_name = "FORMAT")]
     pub log_format: Option<LogFormat>,
@@ -133,6 +142,11 @@ fn duration(text: &str) -> Result<Duration, String> {
         return Err("longer than ten years".to_owned());
     }
     Ok(duration)
+}
+
+fn retention(text: &str) -> Result<Retention, String> {
+    let millis = i64::try_from(duration(text)?.as_millis()).ok();
+    millis.and_then(Retention::from_millis).ok_or_else(|| "must be from 1s to 366days".to_owned())
 }
 
 impl Config {

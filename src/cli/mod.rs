@@ -129,18 +129,21 @@ async fn serve(config: Config) -> Result<(), Failure> {
         .await
         .map_err(|error| Failure::other(format!("cannot listen on {}: {error}", config.listen)))?;
     let options = CoordinatorOptions {
+        owner_id: None,
         migrate: config.migrate == OnOff::On,
         connect_timeout: config.connect_timeout,
         notify_url: config.notify_url.clone(),
         idle_key_retention: config.idle_key_retention,
         cleanup_interval: config.cleanup_interval,
+        idempotency_retention: config.idempotency_ttl,
+        execution_retention: config.execution_retention,
         limits: Limits::default(),
         metrics: Arc::clone(&metrics),
     };
     let stop_requested = shutdown::requested();
     tokio::pin!(stop_requested);
     let coordinator = tokio::select! {
-        coordinator = Coordinator::open(&dsn, options) => coordinator?,
+        coordinator = Coordinator::open_dsn(&dsn, options) => coordinator?,
         _ = &mut stop_requested => return Ok(()),
     };
     let address = listener.local_addr().unwrap_or(config.listen);

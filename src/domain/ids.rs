@@ -1,6 +1,7 @@
 //! Names, as newtypes: parsed once at the edge, then trusted.
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use xxhash_rust::xxh3::Xxh3;
@@ -8,6 +9,8 @@ use xxhash_rust::xxh3::Xxh3;
 /// Why a text is not acceptable, worded for the person who sent it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InvalidText(String);
+
+impl std::error::Error for InvalidText {}
 
 impl fmt::Display for InvalidText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -67,6 +70,14 @@ macro_rules! text {
                 &self.0
             }
         }
+
+        impl FromStr for $name {
+            type Err = InvalidText;
+
+            fn from_str(text: &str) -> Result<Self, InvalidText> {
+                Self::new(text)
+            }
+        }
     };
 }
 
@@ -77,6 +88,20 @@ text!(
 text!(
     /// Who holds, or wants to hold, a key: 1 to 256 bytes.
     OwnerId, 1, 256
+);
+text!(
+    /// Who a record belongs to within a namespace, so that callers of one key do not meet: 0 to
+    /// 512 bytes.
+    Scope, 0, 512
+);
+text!(
+    /// What a record is for, the intent of an execution or the fingerprint of a request: 1 to 512
+    /// bytes.
+    Binding, 1, 512
+);
+text!(
+    /// A name in the caller's traces: 1 to 256 bytes.
+    CorrelationId, 1, 256
 );
 text!(
     /// Why an administrator did something, for the audit log: 1 to 512 bytes.
@@ -91,6 +116,20 @@ text!(
     Namespace, 1, 256
 );
 
+impl Default for Scope {
+    fn default() -> Self {
+        Self::none()
+    }
+}
+
+impl Scope {
+    /// The empty scope.
+    #[must_use]
+    pub fn none() -> Self {
+        Self(Arc::from(""))
+    }
+}
+
 impl Namespace {
     /// The namespace of a service without access control.
     #[must_use]
@@ -104,6 +143,12 @@ impl Namespace {
 pub enum Kind {
     /// A lease.
     Lease = 1,
+    /// A leader, which is a lease in a key space of its own.
+    Leader = 2,
+    /// An execution.
+    Execution = 3,
+    /// A stored response.
+    Idempotency = 4,
 }
 
 /// The full identity of a row.
@@ -113,6 +158,8 @@ pub struct Key {
     pub kind: Kind,
     /// The tenant.
     pub namespace: Namespace,
+    /// Whose it is within the tenant; empty but for stored responses.
+    pub scope: Scope,
     /// The name that callers use.
     pub name: Name,
 }
@@ -124,7 +171,7 @@ impl Key {
     pub fn hash64(&self) -> u64 {
         let mut hasher = Xxh3::new();
         hasher.update(&[self.kind as u8]);
-        for part in [self.namespace.as_str(), self.name.as_str()] {
+        for part in [self.namespace.as_str(), self.scope.as_str(), self.name.as_str()] {
             hasher.update(&(part.len() as u64).to_le_bytes());
             hasher.update(part.as_bytes());
         }
@@ -151,10 +198,11 @@ mod tests {
         let key = |namespace: &str, name: &str| Key {
             kind: Kind::Lease,
             namespace: Namespace::from_stored(namespace),
+            scope: Scope::none(),
             name: Name::from_stored(name),
         };
         assert_ne!(key("a", "b:c").hash64(), key("a:b", "c").hash64());
         assert_ne!(key("ab", "c").hash64(), key("a", "bc").hash64());
-        assert_eq!(key("default", "x").hash64(), 4_376_606_750_573_197_730);
+        assert_eq!(key("default", "x").hash64(), 4_580_747_622_235_682_575);
     }
 }

@@ -66,6 +66,10 @@ pub enum Ending {
     Revoked,
     /// The grant reached nobody and was taken back.
     Undone,
+    /// The work was completed. Of records only.
+    Completed,
+    /// Something was stored without a claim. Of records only.
+    Put,
 }
 
 /// A lease as its owner names it; all of it must match.
@@ -100,6 +104,13 @@ pub struct Claim {
 pub enum Command {
     /// See [`claim`].
     Claim(Claim),
+    /// See [`campaign`].
+    Campaign {
+        /// The wish to lead; its `attempt_id` is not used.
+        claim: Claim,
+        /// Extend only this term.
+        version: Option<Version>,
+    },
     /// See [`renew`].
     Renew {
         /// The lease.
@@ -133,6 +144,8 @@ pub enum Command {
 pub enum Outcome {
     /// To [`Command::Claim`].
     Claim(ClaimOutcome),
+    /// To [`Command::Campaign`].
+    Campaign(CampaignOutcome),
     /// To [`Command::Renew`].
     Renew(RenewOutcome),
     /// To [`Command::Release`].
@@ -162,6 +175,24 @@ pub enum ClaimOutcome {
     /// Nobody holds it, and the claim was not to take it.
     Free,
     /// The attempt had its grant, and that has ended.
+    Stale(Stale),
+}
+
+/// The answer to a campaign.
+#[derive(Clone, Debug, PartialEq)]
+pub enum CampaignOutcome {
+    /// The caller leads.
+    Leading {
+        /// The term.
+        lease: Lease,
+        /// Whether it begins here.
+        is_new: bool,
+    },
+    /// Somebody else does.
+    Following(Lease),
+    /// Nobody does, and the caller was not to.
+    Free,
+    /// The term that was to be extended is over.
     Stale(Stale),
 }
 
@@ -272,19 +303,19 @@ impl Lease {
         matches!(self.standing(now), Standing::Held)
     }
 
-    fn ended(&self, ending: Ending) -> Self {
+    pub(super) fn ended(&self, ending: Ending) -> Self {
         Self { status: Status::Ended(ending), ..self.clone() }
     }
 
-    fn matches(&self, reference: &Reference) -> bool {
+    pub(super) fn matches(&self, reference: &Reference) -> bool {
         self.version == reference.version && self.owner_id == reference.owner_id
     }
 }
 
 impl Ending {
-    fn stale_reason(self) -> StaleReason {
+    pub(super) fn stale_reason(self) -> StaleReason {
         match self {
-            Self::Released | Self::Undone => StaleReason::Released,
+            Self::Released | Self::Undone | Self::Completed | Self::Put => StaleReason::Released,
             Self::Expired => StaleReason::Expired,
             Self::Revoked => StaleReason::Revoked,
         }
@@ -292,7 +323,7 @@ impl Ending {
 
     fn over_reason(self) -> OverReason {
         match self {
-            Self::Released | Self::Undone => OverReason::Released,
+            Self::Released | Self::Undone | Self::Completed | Self::Put => OverReason::Released,
             Self::Expired => OverReason::Expired,
             Self::Revoked => OverReason::Revoked,
         }
@@ -307,6 +338,9 @@ impl Machine for LeaseMachine {
     fn apply(state: Option<&Lease>, command: &Command, at: At) -> Decision<Lease, Outcome> {
         match command {
             Command::Claim(wish) => claim(state, wish, at).map(Outcome::Claim),
+            Command::Campaign { claim, version } => {
+                campaign(state, claim, *version, at).map(Outcome::Campaign)
+            }
             Command::Renew { reference, ttl } => {
                 renew(state, reference, *ttl, at).map(Outcome::Renew)
             }
@@ -326,7 +360,7 @@ impl Machine for LeaseMachine {
 
     fn bytes(command: &Command) -> usize {
         match command {
-            Command::Claim(claim) => {
+            Command::Claim(claim) | Command::Campaign { claim, .. } => {
                 claim.owner_id.as_str().len() + claim.metadata.as_ref().map_or(0, String::len)
             }
             Command::Renew { reference, .. } | Command::Release(reference) => {
@@ -342,15 +376,15 @@ impl Machine for LeaseMachine {
     /// The end of a generation, told or overtaken. A first grant and a renewal wake nobody: a
     /// waiter looks again at the end it knew, and finds the new one.
     fn wakes(before: Option<&Lease>, after: &Lease) -> bool {
-        before.is_some_and(|before| {
-            before.status == Status::Held
-                && (after.status != Status::Held || after.version != before.version)
-        })
+        has_ended(before, after)
     }
 
     fn is_void_without_caller(command: &Command) -> bool {
         match command {
-            Command::Claim(_) | Command::Watch { .. } | Command::Read => true,
+            Command::Claim(_)
+            | Command::Campaign { .. }
+            | Command::Watch { .. }
+            | Command::Read => true,
             Command::Renew { .. }
             | Command::Release(_)
             | Command::ForceRelease { .. }
@@ -361,6 +395,7 @@ impl Machine for LeaseMachine {
     fn is_certain_after_unknown_try(outcome: &Outcome) -> bool {
         match outcome {
             Outcome::Claim(ClaimOutcome::Claimed { .. })
+            | Outcome::Campaign(CampaignOutcome::Leading { .. })
             | Outcome::Renew(RenewOutcome::Renewed(_))
             | Outcome::Release(ReleaseOutcome::Released)
             | Outcome::Watch(_)
@@ -368,6 +403,9 @@ impl Machine for LeaseMachine {
             | Outcome::ForceRelease(ForceReleaseOutcome::Released(_))
             | Outcome::Undo => true,
             Outcome::Claim(ClaimOutcome::Held(_) | ClaimOutcome::Free | ClaimOutcome::Stale(_))
+            | Outcome::Campaign(
+                CampaignOutcome::Following(_) | CampaignOutcome::Free | CampaignOutcome::Stale(_),
+            )
             | Outcome::Renew(RenewOutcome::Stale(_))
             | Outcome::Release(ReleaseOutcome::Stale(_))
             | Outcome::ForceRelease(ForceReleaseOutcome::NotHeld) => false,
@@ -380,20 +418,33 @@ impl Machine for LeaseMachine {
             Command::Claim(claim) if claim.attempt_id.is_none() => {
                 Some(Command::Undo { grant_id: claim.grant_id })
             }
+            Command::Campaign { claim, .. } => Some(Command::Undo { grant_id: claim.grant_id }),
             _ => None,
         }
     }
 
     fn is_new_grant(outcome: &Outcome) -> bool {
-        matches!(outcome, Outcome::Claim(ClaimOutcome::Claimed { repeated: false, .. }))
+        matches!(
+            outcome,
+            Outcome::Claim(ClaimOutcome::Claimed { repeated: false, .. })
+                | Outcome::Campaign(CampaignOutcome::Leading { is_new: true, .. })
+        )
     }
+}
+
+/// Whether the step from `before` to `after` ends a generation.
+pub(super) fn has_ended(before: Option<&Lease>, after: &Lease) -> bool {
+    before.is_some_and(|before| {
+        before.status == Status::Held
+            && (after.status != Status::Held || after.version != before.version)
+    })
 }
 
 /// Grants the key if nobody holds it.
 ///
 /// A repeat of the attempt that holds the key gets the same grant, not extended; a repeat of one
 /// whose grant has ended is refused, as it may be a duplicate that the network held back.
-fn claim(state: Option<&Lease>, wish: &Claim, at: At) -> Decision<Lease, ClaimOutcome> {
+pub(super) fn claim(state: Option<&Lease>, wish: &Claim, at: At) -> Decision<Lease, ClaimOutcome> {
     let grant = |recovered_from| {
         if !wish.may_take {
             return Decision::Keep(ClaimOutcome::Free);
@@ -432,14 +483,58 @@ fn claim(state: Option<&Lease>, wish: &Claim, at: At) -> Decision<Lease, ClaimOu
         Standing::Lapsed | Standing::Ended(Ending::Expired | Ending::Revoked) => {
             grant(Some(lease.version))
         }
-        Standing::Ended(Ending::Released) => grant(None),
+        Standing::Ended(Ending::Released | Ending::Completed | Ending::Put) => grant(None),
         // As if the undone grant had never been: what it would have recovered is still lost.
         Standing::Ended(Ending::Undone) => grant(lease.recovered_from),
     }
 }
 
+/// Takes or extends a leadership: a lease whose owner may ask again and again whether it leads.
+///
+/// While more than two thirds of the time remain, asking changes nothing, so that it is cheap at
+/// every tick of a scheduler.
+fn campaign(
+    state: Option<&Lease>,
+    wish: &Claim,
+    version: Option<Version>,
+    at: At,
+) -> Decision<Lease, CampaignOutcome> {
+    let extend = |lease: &Lease| {
+        let remaining = lease.expires_at.as_micros() - at.now.as_micros();
+        if remaining * 3 > wish.ttl.as_millis() * 1_000 * 2 {
+            let lease = lease.clone();
+            return Decision::Keep(CampaignOutcome::Leading { lease, is_new: false });
+        }
+        let extended = Lease {
+            ttl: wish.ttl,
+            expires_at: lease.expires_at.max(at.now.after(wish.ttl)),
+            metadata: wish.metadata.clone(),
+            ..lease.clone()
+        };
+        Decision::Write(
+            extended.clone(),
+            CampaignOutcome::Leading { lease: extended, is_new: false },
+        )
+    };
+    if let Some(version) = version {
+        let reference = Reference { owner_id: wish.owner_id.clone(), version };
+        return owned(state, &reference, at, CampaignOutcome::Stale, extend);
+    }
+    match state {
+        Some(lease) if lease.is_held(at.now) && lease.owner_id == wish.owner_id => extend(lease),
+        _ => claim(state, wish, at).map(|outcome| match outcome {
+            ClaimOutcome::Claimed { lease, repeated } => {
+                CampaignOutcome::Leading { lease, is_new: !repeated }
+            }
+            ClaimOutcome::Held(lease) => CampaignOutcome::Following(lease),
+            ClaimOutcome::Free => CampaignOutcome::Free,
+            ClaimOutcome::Stale(ended) => CampaignOutcome::Stale(ended),
+        }),
+    }
+}
+
 /// Moves the end of a held lease to the later of what it was and now + ttl.
-fn renew(
+pub(super) fn renew(
     state: Option<&Lease>,
     reference: &Reference,
     ttl: Option<Ttl>,
@@ -522,7 +617,7 @@ fn watch(state: Option<&Lease>, version: Option<Version>, at: At) -> Decision<Le
 }
 
 /// Ends a held lease whoever owns it.
-fn force_release(
+pub(super) fn force_release(
     state: Option<&Lease>,
     version: Option<Version>,
     at: At,

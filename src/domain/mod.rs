@@ -4,8 +4,11 @@
 //! time, it says what the key holds next and what the caller is told. Every backend and every
 //! protocol runs the same function, so a rule is written, read and tested in one place.
 
+pub mod execution;
+pub mod idempotency;
 pub mod ids;
 pub mod lease;
+pub mod record;
 pub mod time;
 pub mod version;
 

@@ -25,6 +25,12 @@ impl Timestamp {
         Self(self.0.saturating_add(ttl.0.saturating_mul(1_000)))
     }
 
+    /// The end of `retention` that begins now.
+    #[must_use]
+    pub const fn keep_for(self, retention: Retention) -> Self {
+        Self(self.0.saturating_add(retention.0.saturating_mul(1_000)))
+    }
+
     /// This instant plus `elapsed`.
     #[must_use]
     pub fn plus(self, elapsed: Duration) -> Self {
@@ -46,6 +52,31 @@ impl Timestamp {
     }
 }
 
+/// How long something is remembered, in whole milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Retention(i64);
+
+impl Retention {
+    /// The shortest, in milliseconds: a second.
+    pub const MIN_MS: i64 = 1_000;
+    /// The longest, in milliseconds: a leap year.
+    pub const MAX_MS: i64 = 31_622_400_000;
+    /// Of a stored response whose caller names none, unless configured.
+    pub const ONE_DAY: Self = Self(86_400_000);
+
+    /// A length in milliseconds; `None` outside [`Self::MIN_MS`]..=[`Self::MAX_MS`].
+    #[must_use]
+    pub const fn from_millis(millis: i64) -> Option<Self> {
+        if millis >= Self::MIN_MS && millis <= Self::MAX_MS { Some(Self(millis)) } else { None }
+    }
+
+    /// The length in milliseconds.
+    #[must_use]
+    pub const fn as_millis(self) -> i64 {
+        self.0
+    }
+}
+
 /// The length of a lease, in whole milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ttl(i64);
@@ -55,6 +86,8 @@ impl Ttl {
     pub const MIN_MS: i64 = 100;
     /// The longest lease, in milliseconds: one day.
     pub const MAX_MS: i64 = 86_400_000;
+    /// Of a leader that names none: 15 seconds.
+    pub const LEADER: Self = Self(15_000);
 
     /// A length in milliseconds; `None` outside [`Self::MIN_MS`]..=[`Self::MAX_MS`].
     #[must_use]

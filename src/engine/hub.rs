@@ -194,12 +194,13 @@ impl Drop for Place {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::domain::ids::{Kind, Name, Namespace};
+    use crate::domain::ids::{Kind, Name, Namespace, Scope};
 
     fn key(name: &str) -> Key {
         Key {
             kind: Kind::Lease,
             namespace: Namespace::default_namespace(),
+            scope: Scope::none(),
             name: Name::from_stored(name),
         }
     }

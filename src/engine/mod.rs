@@ -138,7 +138,7 @@ impl<M: Machine> Engine<M> {
         backend: Arc<dyn Backend>,
         hub: Arc<Hub>,
         limits: Limits,
-        metrics: Arc<Metrics>,
+        metrics: &Arc<Metrics>,
     ) -> Arc<Self> {
         let closing = CancellationToken::new();
         let tasks = TaskTracker::new();
@@ -151,7 +151,7 @@ impl<M: Machine> Engine<M> {
                     Arc::clone(&backend),
                     Arc::clone(&hub),
                     limits,
-                    Arc::clone(&metrics),
+                    Arc::clone(metrics),
                     sender.clone(),
                 );
                 spawn_vital(&tasks, shard.run(incoming, closing.clone()));
@@ -162,7 +162,7 @@ impl<M: Machine> Engine<M> {
             shards,
             hub,
             limits,
-            metrics,
+            metrics: Arc::clone(metrics),
             draining: CancellationToken::new(),
             closing,
             tasks,

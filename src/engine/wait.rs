@@ -32,6 +32,12 @@ pub trait Question<M: Machine>: Send {
     /// Whether a command may give the caller something.
     fn may_grant(&self) -> bool;
 
+    /// Whether a caller in line must look at every change, and not only when it is first: an answer
+    /// may be for all of them.
+    fn heeds_every_change(&self) -> bool {
+        false
+    }
+
     /// What the outcome means for the caller.
     fn judge(&mut self, answer: Answer<M>) -> Verdict<Self::Answer>;
 }
@@ -89,11 +95,11 @@ impl<M: Machine> Engine<M> {
                 return Ok(answer);
             }
             // At least a millisecond: the estimate of the store's time errs on the late side.
-            let look_again = Instant::now() + look_again_in.max(Duration::from_millis(1));
+            let look_again = Instant::now() + look_again_in.min(wait).max(Duration::from_millis(1));
             tokio::select! {
                 biased;
                 () = self.draining.cancelled() => return Err(EngineError::ShuttingDown),
-                () = watch.woken(), if is_first => {}
+                () = watch.woken(), if is_first || question.heeds_every_change() => {}
                 () = turn(place.as_mut()), if !is_first => {}
                 () = sleep_until(look_again.min(deadline)), if is_first => {}
                 () = sleep_until(deadline), if !is_first => {}

@@ -18,10 +18,12 @@ use super::request::{
     Items, Limit, Metadata, Optional, Required, Strict, StrictQuery, WaitMs, request,
 };
 use super::router::{App, Received};
-use super::shape::{Holder, LeaseBody, instant, metadata, millis, ok, polling_hint};
+use super::shape::{
+    Holder, LeaseBody, Subject, instant, metadata, millis, ok, polling_hint, stale_lease,
+};
 use super::token::PageToken;
-use crate::coordinator::{ClaimRequest, WaitOutcome};
-use crate::domain::ids::{Name, Namespace, OwnerId, Prefix, Reason};
+use crate::coordinator::{ClaimLease, WaitOutcome};
+use crate::domain::ids::{Name, OwnerId, Prefix, Reason};
 use crate::domain::lease::{
     ClaimOutcome, ForceReleaseOutcome, Lease, OverReason, Reference, ReleaseOutcome, RenewOutcome,
 };
@@ -45,13 +47,13 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 }
 
 /// The largest body of a `-many` call.
-pub(super) const MANY_BYTES: usize = 1 << 20;
+pub(super) const MANY_BYTES: (&str, usize) = ("many_request_body_bytes", 1 << 20);
 
 /// How long `wait` waits if not told.
 pub(super) const DEFAULT_WAIT: WaitMs = WaitMs(20_000);
 
 impl WaitMs {
-    fn duration(self) -> Duration {
+    pub(super) fn duration(self) -> Duration {
         Duration::from_millis(u64::from(self.0))
     }
 }
@@ -149,14 +151,14 @@ async fn claim_lease(
     Strict(request): Strict<ClaimLeaseRequest>,
 ) -> Result<Response, Problem> {
     let ClaimLeaseRequest { key, owner_id, ttl_ms, attempt_id, wait_ms, metadata } = request;
-    let claim = ClaimRequest {
+    let claim = ClaimLease {
         owner_id,
         ttl: ttl_ms,
         attempt_id,
         metadata: metadata.map(|Metadata(text)| text),
         wait: wait_ms.map_or(Duration::ZERO, WaitMs::duration),
     };
-    let reply = app.coordinator.leases().claim(&namespace(), &key, claim).await?;
+    let reply = app.coordinator.leases().claim(&key, claim).await?;
     // From here on nothing waits, so the reply is on its way to the connection.
     let (outcome, clock) = reply.keep();
     let elapsed_ms = received.elapsed_ms();
@@ -166,7 +168,7 @@ async fn claim_lease(
             repeated: Some(repeated),
             recovered: lease.recovered_from.map(|_| true),
             previous_version: lease.recovered_from.map(Version::get),
-            lease: Some(LeaseBody::new(key.as_str(), &lease, clock)),
+            lease: Some(LeaseBody::new(Subject::Lease(&key), &lease, clock)),
             holder: None,
             retry_after_ms: None,
             elapsed_ms,
@@ -185,7 +187,7 @@ async fn claim_lease(
             }))
         }
         ClaimOutcome::Free => Err(EngineError::Internal("a claim was not decided".into()).into()),
-        ClaimOutcome::Stale(stale) => Err(stale_problem(&stale, clock)),
+        ClaimOutcome::Stale(stale) => Err(stale_lease(&stale, clock)),
     }
 }
 
@@ -253,15 +255,15 @@ async fn renew_lease(
 ) -> Result<Response, Problem> {
     let RenewLeaseRequest { key, owner_id, version, ttl_ms } = request;
     let reference = Reference { owner_id, version };
-    let reply = app.coordinator.leases().renew(&namespace(), &key, reference, ttl_ms).await?;
+    let reply = app.coordinator.leases().renew(&key, reference, ttl_ms).await?;
     let elapsed_ms = received.elapsed_ms();
     match reply.keep() {
         (RenewOutcome::Renewed(lease), clock) => Ok(ok(RenewLeaseResult {
             outcome: "renewed",
-            lease: LeaseBody::new(key.as_str(), &lease, clock),
+            lease: LeaseBody::new(Subject::Lease(&key), &lease, clock),
             elapsed_ms,
         })),
-        (RenewOutcome::Stale(stale), clock) => Err(stale_problem(&stale, clock)),
+        (RenewOutcome::Stale(stale), clock) => Err(stale_lease(&stale, clock)),
     }
 }
 
@@ -344,29 +346,26 @@ async fn renew_many_leases(
     Strict(request): Strict<RenewManyLeasesRequest>,
 ) -> Result<Response, Problem> {
     let RenewManyLeasesRequest { owner_id, ttl_ms, items } = request;
-    let renewals =
-        items.iter().map(|item| {
-            let reference = Reference { owner_id: owner_id.clone(), version: item.version };
-            let app = &app;
-            async move {
-                app.coordinator.leases().renew(&namespace(), &item.key, reference, ttl_ms).await
-            }
-        });
+    let renewals = items.iter().map(|item| {
+        let reference = Reference { owner_id: owner_id.clone(), version: item.version };
+        let app = &app;
+        async move { app.coordinator.leases().renew(&item.key, reference, ttl_ms).await }
+    });
     let replies = join_all(renewals).await;
     let elapsed_ms = received.elapsed_ms();
     let results = items.iter().zip(replies).map(|(item, reply)| {
-        let key = item.key.as_str();
+        let key = &item.key;
         let failed = |outcome, reason| RenewItemResult {
             outcome,
             lease: None,
-            key: Some(key.to_owned()),
+            key: Some(key.as_str().to_owned()),
             reason,
         };
         match reply {
             Ok(reply) => match reply.keep() {
                 (RenewOutcome::Renewed(lease), clock) => RenewItemResult {
                     outcome: "renewed",
-                    lease: Some(LeaseBody::new(key, &lease, clock)),
+                    lease: Some(LeaseBody::new(Subject::Lease(key), &lease, clock)),
                     key: None,
                     reason: None,
                 },
@@ -426,10 +425,10 @@ async fn release_lease(
 ) -> Result<Response, Problem> {
     let ReleaseLeaseRequest { key, owner_id, version } = request;
     let reference = Reference { owner_id, version };
-    let reply = app.coordinator.leases().release(&namespace(), &key, reference).await?;
+    let reply = app.coordinator.leases().release(&key, reference).await?;
     match reply.keep() {
         (ReleaseOutcome::Released, _) => Ok(ok(ReleaseLeaseResult { outcome: "released" })),
-        (ReleaseOutcome::Stale(stale), clock) => Err(stale_problem(&stale, clock)),
+        (ReleaseOutcome::Stale(stale), clock) => Err(stale_lease(&stale, clock)),
     }
 }
 
@@ -496,7 +495,7 @@ async fn wait_for_lease(
 ) -> Result<Response, Problem> {
     let WaitForLeaseRequest { key, version, wait_ms } = request;
     let wait = wait_ms.unwrap_or(DEFAULT_WAIT).duration();
-    let reply = app.coordinator.leases().wait(&namespace(), &key, version, wait).await?;
+    let reply = app.coordinator.leases().wait(&key, version, wait).await?;
     let elapsed_ms = received.elapsed_ms();
     let (outcome, clock) = reply.keep();
     let (outcome, reason, holder) = match &outcome {
@@ -561,7 +560,7 @@ async fn verify_lease(
     Strict(request): Strict<VerifyLeaseRequest>,
 ) -> Result<Response, Problem> {
     let VerifyLeaseRequest { key, version } = request;
-    let verdict = app.coordinator.leases().verify(&namespace(), &key, version).await?;
+    let verdict = app.coordinator.leases().verify(&key, version).await?;
     Ok(ok(match verdict {
         Ok(()) => VerifyLeaseResult { outcome: "current", current_version: None },
         Err(current) => {
@@ -644,7 +643,7 @@ async fn get_lease_state(
     State(app): State<Arc<App>>,
     StrictQuery(query): StrictQuery<GetLeaseStateQuery>,
 ) -> Result<Response, Problem> {
-    let (lease, clock) = app.coordinator.leases().state(&namespace(), &query.key).await?.keep();
+    let (lease, clock) = app.coordinator.leases().state(&query.key).await?.keep();
     let is_held = lease.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
     Ok(ok(LeaseState::new(&query.key, lease.as_ref(), is_held, clock)))
 }
@@ -717,8 +716,7 @@ async fn list_leases(
         .coordinator
         .leases()
         .list(
-            &namespace(),
-            prefix.map_or(String::new(), |prefix| prefix.as_str().to_owned()),
+            prefix,
             state.map(|state| matches!(state, HeldOrFree::Held)),
             page_token.map(|PageToken(name)| name),
             limit.unwrap_or(Limit::DEFAULT).0 as usize,
@@ -727,7 +725,9 @@ async fn list_leases(
     let items = page.items.iter();
     Ok(ok(ListLeasesResult {
         items: items
-            .map(|(key, lease, is_held)| LeaseState::new(key, Some(lease), *is_held, page.clock))
+            .map(|(key, lease)| {
+                LeaseState::new(key, Some(lease), lease.is_held(page.clock.now), page.clock)
+            })
             .collect(),
         next_page_token: page.next.map(|name| PageToken(name).to_string()),
     }))
@@ -782,7 +782,7 @@ async fn force_release_lease(
     Strict(request): Strict<ForceReleaseLeaseRequest>,
 ) -> Result<Response, Problem> {
     let ForceReleaseLeaseRequest { key, reason, version } = request;
-    let reply = app.coordinator.leases().force_release(&namespace(), &key, version).await?;
+    let reply = app.coordinator.leases().force_release(&key, version).await?;
     let (outcome, version) = match reply.keep() {
         (ForceReleaseOutcome::Released(version), _) => ("released", Some(version.get())),
         (ForceReleaseOutcome::NotHeld, _) => ("not_held", None),
@@ -797,14 +797,4 @@ async fn force_release_lease(
         request_id = received.request_id(),
     );
     Ok(ok(ForceReleaseLeaseResult { outcome, version }))
-}
-
-/// The namespace of a service without access control.
-fn namespace() -> Namespace {
-    Namespace::default_namespace()
-}
-
-fn stale_problem(stale: &crate::domain::lease::Stale, clock: StoreClock) -> Problem {
-    let is_held = stale.current.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
-    Problem::stale_lease(stale, is_held)
 }

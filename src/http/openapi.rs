@@ -186,6 +186,8 @@ fn downgrade(value: &mut Value) {
                 let reference = members.remove("$ref").unwrap_or_default();
                 members.insert("allOf".to_owned(), json!([{ "$ref": reference }]));
             }
+            // Not in 3.0; says of maps what JSON says anyway.
+            members.remove("propertyNames");
             unlist_examples(members);
             members.values_mut().for_each(downgrade);
         }

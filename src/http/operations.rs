@@ -201,10 +201,10 @@ async fn get_capabilities(State(app): State<Arc<App>>) -> Response {
             wait_ms_max: WaitMs::MAX,
             version_max: Version::MAX,
             request_body_bytes: PlainBody::MAX_BYTES,
-            many_request_body_bytes: super::leases::MANY_BYTES,
+            many_request_body_bytes: super::leases::MANY_BYTES.1,
             many_items: super::request::MAX_ITEMS,
             list_limit: Limit::MAX,
-            request_timeout_ms: millis(app.coordinator.limits().request_timeout),
+            request_timeout_ms: millis(app.coordinator.options().limits.request_timeout),
         },
         defaults: CapabilityDefaults {
             wait_ms: super::leases::DEFAULT_WAIT.0,

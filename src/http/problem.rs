@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::domain::lease::{Stale, StaleReason};
+use crate::domain::lease::{Lease, Stale, StaleReason};
 use crate::engine::EngineError;
 use crate::store::StoreError;
 
@@ -68,13 +68,20 @@ pub(super) struct FieldError {
 /// What a key holds.
 #[derive(Clone, Debug, Serialize, ToSchema)]
 struct Current {
-    /// `held` or `free`.
+    /// As in the resource's `state`.
+    #[schema(example = "free")]
     state: &'static str,
     /// The newest owner.
     owner_id: String,
     /// The newest version.
     #[schema(minimum = 1, maximum = 9_007_199_254_740_991_i64)]
     version: i64,
+}
+
+impl Current {
+    fn of(lease: &Lease, state: &'static str) -> Self {
+        Self { state, owner_id: lease.owner_id.as_str().to_owned(), version: lease.version.get() }
+    }
 }
 
 impl Problem {
@@ -126,13 +133,31 @@ impl Problem {
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", detail)
     }
 
-    pub(super) fn payload_too_large(limit: usize) -> Self {
-        let detail = format!("the request body is larger than {limit} bytes; nothing was changed");
+    /// `limit` is the name of what is too large, in `GET /v1/capabilities`.
+    pub(super) fn payload_too_large(limit: &'static str, max: usize) -> Self {
+        let detail = format!("more than {max} bytes ({limit}); nothing was changed");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, "payload_too_large", detail)
-            .with(|body| body.limit = Some("request_body_bytes"))
+            .with(|body| body.limit = Some(limit))
     }
 
-    pub(super) fn stale_lease(stale: &Stale, is_held: bool) -> Self {
+    pub(super) fn already_completed(lease: &Lease) -> Self {
+        let detail = "something else is stored already; claim to learn what";
+        Self::new(StatusCode::CONFLICT, "already_completed", detail)
+            .with(|body| body.current = Some(Current::of(lease, "completed")))
+    }
+
+    pub(super) fn already_in_progress(lease: &Lease) -> Self {
+        let detail = "somebody is at it; wait for the end of the claim, or free it by force";
+        Self::new(StatusCode::CONFLICT, "already_in_progress", detail)
+            .with(|body| body.current = Some(Current::of(lease, "in_progress")))
+    }
+
+    pub(super) fn not_leader() -> Self {
+        Self::new(StatusCode::CONFLICT, "not_leader", "this owner does not lead now")
+    }
+
+    /// `state` is that of what the key holds instead.
+    pub(super) fn stale_lease(stale: &Stale, state: &'static str) -> Self {
         let detail = match stale.reason {
             StaleReason::Superseded => {
                 "a newer lease was granted for this key; stop the work that this one guarded"
@@ -150,11 +175,7 @@ impl Problem {
         };
         Self::new(StatusCode::CONFLICT, "stale_lease", detail).with(|body| {
             body.reason = Some(stale_reason(stale.reason));
-            body.current = stale.current.as_ref().map(|lease| Current {
-                state: if is_held { "held" } else { "free" },
-                owner_id: lease.owner_id.as_str().to_owned(),
-                version: lease.version.get(),
-            });
+            body.current = stale.current.as_ref().map(|lease| Current::of(lease, state));
         })
     }
 

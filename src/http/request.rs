@@ -18,14 +18,16 @@ use serde_json::value::RawValue;
 use uuid::Uuid;
 
 use super::problem::{FieldError, Problem};
-use crate::domain::ids::{Name, OwnerId, Prefix, Reason};
-use crate::domain::time::Ttl;
+use crate::domain::ids::{Binding, CorrelationId, Name, OwnerId, Prefix, Reason, Scope};
+use crate::domain::time::{Retention, Ttl};
 use crate::domain::version::Version;
 
 /// A request whose members are read by name.
 pub(super) trait Members: Sized {
     /// The most bytes of a body.
     const MAX_BYTES: usize = 64 << 10;
+    /// The name of that limit in `GET /v1/capabilities`.
+    const LIMIT: &'static str = "request_body_bytes";
 
     /// Reads the members; `None` if any is wrong, which `fields` then knows.
     fn read(fields: &mut Fields<'_>) -> Option<Self>;
@@ -33,6 +35,9 @@ pub(super) trait Members: Sized {
 
 /// A member's type: how it looks in JSON, and in a query.
 pub(super) trait Field: Sized {
+    /// Whether `null` is a value, and not another way to leave the member out.
+    const NULL_IS_A_VALUE: bool = false;
+
     /// From JSON text that is known to be well formed.
     fn from_json(json: &RawValue) -> Result<Self, String>;
 
@@ -54,8 +59,9 @@ pub(super) struct Fields<'a> {
 impl<'a> Fields<'a> {
     fn from_json(body: &'a [u8]) -> Result<Self, Problem> {
         let mut json = serde_json::Deserializer::from_slice(body);
-        let members = Object::deserialize(&mut json).and_then(|object| json.end().map(|()| object));
-        let Object(members) = members.map_err(|error| {
+        let members =
+            RawObject::deserialize(&mut json).and_then(|object| json.end().map(|()| object));
+        let RawObject(members) = members.map_err(|error| {
             if error.is_data() {
                 Problem::invalid_request(vec![FieldError {
                     field: String::new(),
@@ -127,7 +133,9 @@ impl<'a> Fields<'a> {
     pub(super) fn optional<T: Field>(&mut self, name: &str) -> Option<Option<T>> {
         let parsed = match self.take(name) {
             None => return Some(None),
-            Some(Value::Json(raw)) if raw.get() == "null" => return Some(None),
+            Some(Value::Json(raw)) if raw.get() == "null" && !T::NULL_IS_A_VALUE => {
+                return Some(None);
+            }
             Some(Value::Json(raw)) => T::from_json(raw),
             Some(Value::Text(text)) => T::from_text(&text),
         };
@@ -137,6 +145,29 @@ impl<'a> Fields<'a> {
                 self.error(name, message);
                 None
             }
+        }
+    }
+
+    /// An object, read by `T`.
+    pub(super) fn object<T: Members>(&mut self, name: &str) -> Option<T> {
+        let Some(Value::Json(raw)) = self.take(name) else {
+            self.error(name, "required: an object");
+            return None;
+        };
+        match read::<T>(Fields::from_json(raw.get().as_bytes())) {
+            Ok(object) => Some(object),
+            Err(problem) => {
+                self.adopt(name, problem);
+                None
+            }
+        }
+    }
+
+    /// Takes over what is wrong inside a member.
+    fn adopt(&mut self, name: &str, problem: Problem) {
+        for error in problem.into_errors() {
+            let dot = if error.field.is_empty() { "" } else { "." };
+            self.error(&format!("{name}{dot}{}", error.field), error.message);
         }
     }
 
@@ -158,12 +189,7 @@ impl<'a> Fields<'a> {
         for (index, raw) in raws.iter().enumerate() {
             match read::<T>(Fields::from_json(raw.get().as_bytes())) {
                 Ok(item) => items.push(item),
-                Err(problem) => {
-                    for error in problem.into_errors() {
-                        let dot = if error.field.is_empty() { "" } else { "." };
-                        self.error(&format!("{name}[{index}]{dot}{}", error.field), error.message);
-                    }
-                }
+                Err(problem) => self.adopt(&format!("{name}[{index}]"), problem),
             }
         }
         (items.len() == raws.len()).then_some(items)
@@ -200,25 +226,25 @@ fn read<T: Members>(fields: Result<Fields<'_>, Problem>) -> Result<T, Problem> {
 }
 
 /// A JSON object's members as they stand in the text.
-struct Object<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
+struct RawObject<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
 
-impl<'de> Deserialize<'de> for Object<'de> {
+impl<'de> Deserialize<'de> for RawObject<'de> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Reader;
 
         impl<'de> Visitor<'de> for Reader {
-            type Value = Object<'de>;
+            type Value = RawObject<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a JSON object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Object<'de>, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawObject<'de>, A::Error> {
                 let mut members = Vec::new();
                 while let Some(MemberName(name)) = map.next_key()? {
                     members.push((name, map.next_value()?));
                 }
-                Ok(Object(members))
+                Ok(RawObject(members))
             }
         }
 
@@ -253,17 +279,17 @@ impl<S: Sync, T: Members> FromRequest<S> for Strict<T> {
         if !essence.is_some_and(|essence| essence.eq_ignore_ascii_case("application/json")) {
             return Err(Problem::unsupported_media_type());
         }
-        let body = read_body(request.into_body(), T::MAX_BYTES).await?;
+        let body = read_body(request.into_body(), T::LIMIT, T::MAX_BYTES).await?;
         read(Fields::from_json(&body)).map(Self)
     }
 }
 
-async fn read_body(body: Body, max: usize) -> Result<Bytes, Problem> {
+async fn read_body(body: Body, limit: &'static str, max: usize) -> Result<Bytes, Problem> {
     to_bytes(body, max).await.map_err(|error| {
         let is_too_large = std::error::Error::source(&error)
             .is_some_and(<dyn std::error::Error>::is::<http_body_util::LengthLimitError>);
         if is_too_large {
-            Problem::payload_too_large(max)
+            Problem::payload_too_large(limit, max)
         } else {
             Problem::invalid_json("the request body broke off")
         }
@@ -301,10 +327,13 @@ macro_rules! text_field {
     };
 }
 
-text_field!(Name, |text: &str| Self::new(text).map_err(|error| error.to_string()));
-text_field!(OwnerId, |text: &str| Self::new(text).map_err(|error| error.to_string()));
-text_field!(Prefix, |text: &str| Self::new(text).map_err(|error| error.to_string()));
-text_field!(Reason, |text: &str| Self::new(text).map_err(|error| error.to_string()));
+macro_rules! name_fields {
+    ($($type:ty),*) => {
+        $( text_field!($type, |text: &str| Self::new(text).map_err(|error| error.to_string())); )*
+    };
+}
+
+name_fields!(Name, OwnerId, Prefix, Reason, Scope, Binding, CorrelationId);
 text_field!(Uuid, |text: &str| {
     // The library reads other spellings, too; one identity should have one.
     let parsed = if text.len() == 36 { Self::try_parse(text).ok() } else { None };
@@ -351,9 +380,25 @@ impl Limit {
 }
 
 integer_field!(Ttl, Self::MIN_MS, Self::MAX_MS, Self::from_millis);
+integer_field!(Retention, Self::MIN_MS, Self::MAX_MS, Self::from_millis);
 integer_field!(Version, 1, Self::MAX, Self::new);
 integer_field!(WaitMs, 0, i64::from(Self::MAX), |ms| u32::try_from(ms).ok().map(Self));
 integer_field!(Limit, 1, i64::from(Self::MAX), |n| u32::try_from(n).ok().map(Self));
+
+/// Any JSON value, kept as its text.
+pub(super) struct AnyJson(pub(super) String);
+
+impl Field for AnyJson {
+    const NULL_IS_A_VALUE: bool = true;
+
+    fn from_json(json: &RawValue) -> Result<Self, String> {
+        Ok(Self(json.get().to_owned()))
+    }
+
+    fn from_text(_text: &str) -> Result<Self, String> {
+        Err("must be JSON".to_owned())
+    }
+}
 
 /// A JSON object of strings, kept as its text.
 pub(super) struct Metadata(pub(super) String);
@@ -365,7 +410,7 @@ impl Metadata {
 impl Field for Metadata {
     fn from_json(json: &RawValue) -> Result<Self, String> {
         let wrong = || "must be a JSON object of strings".to_owned();
-        let Object(members) = serde_json::from_str(json.get()).map_err(|_| wrong())?;
+        let RawObject(members) = serde_json::from_str(json.get()).map_err(|_| wrong())?;
         let mut texts = serde_json::Map::new();
         for (name, raw) in members {
             let text = text(raw).map_err(|_| wrong())?;
@@ -393,6 +438,9 @@ pub(super) type Required<T> = T;
 pub(super) type Optional<T> = Option<T>;
 /// A member that is an array of 1 to [`MAX_ITEMS`] objects.
 pub(super) type Items<T> = Vec<T>;
+
+/// A member that is an object.
+pub(super) type Object<T> = T;
 
 /// The most items of a `-many` call.
 pub(super) const MAX_ITEMS: usize = 1_000;
@@ -431,7 +479,10 @@ macro_rules! request {
     };
     (@read $name:ident $($max:ident)?; $($presence:ident $member:ident)*) => {
         impl $crate::http::request::Members for $name {
-            $( const MAX_BYTES: usize = $max; )?
+            $(
+                const MAX_BYTES: usize = $max.1;
+                const LIMIT: &'static str = $max.0;
+            )?
 
             fn read(fields: &mut $crate::http::request::Fields<'_>) -> Option<Self> {
                 // Every member is read before any is given up on, so that all errors are named.
@@ -446,6 +497,7 @@ macro_rules! request {
     (@member Optional $fields:ident $member:ident) => {
         $fields.optional(stringify!($member))
     };
+    (@member Object $fields:ident $member:ident) => { $fields.object(stringify!($member)) };
     (@member Items $fields:ident $member:ident) => { $fields.items(stringify!($member)) };
 }
 pub(super) use request;

@@ -10,7 +10,9 @@ use time::format_description::BorrowedFormatItem;
 use time::macros::format_description;
 use utoipa::ToSchema;
 
-use crate::domain::lease::Lease;
+use super::problem::Problem;
+use crate::domain::ids::{Name, Scope};
+use crate::domain::lease::{Lease, Stale};
 use crate::domain::time::Timestamp;
 use crate::store::StoreClock;
 
@@ -41,11 +43,30 @@ pub(super) fn polling_hint(until_free_ms: i64) -> i64 {
     rand::random_range(latest / 2..=latest)
 }
 
+/// What a lease is for, by the name that its resource gives it.
+#[derive(Clone, Copy)]
+pub(super) enum Subject<'a> {
+    Lease(&'a Name),
+    Leader(&'a Name),
+    Execution(&'a Name),
+    Record(&'a Scope, &'a Name),
+}
+
 /// A lease, told to its owner.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct LeaseBody {
-    /// The key.
-    key: String,
+    /// Of a lease, or of a stored response: the key.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key: Option<String>,
+    /// Of an execution: its id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    execution_id: Option<String>,
+    /// Of a leader: the name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    /// Of a stored response: its scope, unless that is empty.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    scope: Option<String>,
     /// Who holds it.
     owner_id: String,
     /// The fencing token: above all earlier ones of this key. Send it with every write that the
@@ -64,9 +85,10 @@ pub(super) struct LeaseBody {
     /// How long until then, when this was written.
     #[schema(minimum = 0)]
     expires_in_ms: i64,
-    /// When to renew: a third of the ttl.
+    /// Where there is renewal: when to renew, after a third of the ttl.
+    #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 0)]
-    renew_after_ms: i64,
+    renew_after_ms: Option<i64>,
     /// As claimed.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<std::collections::BTreeMap<String, String>>)]
@@ -76,16 +98,31 @@ pub(super) struct LeaseBody {
 impl LeaseBody {
     /// To be made after the `elapsed_ms` beside it was taken: callers add the two, and the sum
     /// must not be late.
-    pub(super) fn new(key: &str, lease: &Lease, clock: StoreClock) -> Self {
+    pub(super) fn new(subject: Subject<'_>, lease: &Lease, clock: StoreClock) -> Self {
+        let text = |name: &Name| Some(name.as_str().to_owned());
+        let (mut key, mut execution_id, mut name, mut scope) = (None, None, None, None);
+        match subject {
+            Subject::Lease(subject) => key = text(subject),
+            Subject::Leader(subject) => name = text(subject),
+            Subject::Execution(subject) => execution_id = text(subject),
+            Subject::Record(in_scope, subject) => {
+                key = text(subject);
+                scope = Some(in_scope.as_str().to_owned()).filter(|scope| !scope.is_empty());
+            }
+        }
+        let is_renewable = !matches!(subject, Subject::Execution(_));
         Self {
-            key: key.to_owned(),
+            key,
+            execution_id,
+            name,
+            scope,
             owner_id: lease.owner_id.as_str().to_owned(),
             version: lease.version.get(),
             ttl_ms: lease.ttl.as_millis(),
             acquired_at: instant(lease.acquired_at),
             expires_at: instant(lease.expires_at),
             expires_in_ms: millis(clock.remaining(lease.expires_at)),
-            renew_after_ms: lease.ttl.as_millis() / 3,
+            renew_after_ms: is_renewable.then_some(lease.ttl.as_millis() / 3),
             metadata: metadata(lease),
         }
     }
@@ -125,6 +162,12 @@ impl Holder {
             metadata: metadata(lease),
         }
     }
+}
+
+/// The problem of a caller that does not hold the lease it refers to.
+pub(super) fn stale_lease(stale: &Stale, clock: StoreClock) -> Problem {
+    let is_held = stale.current.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
+    Problem::stale_lease(stale, if is_held { "held" } else { "free" })
 }
 
 /// A 200 reply.

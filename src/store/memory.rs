@@ -1,6 +1,9 @@
 //! Rows in this process' memory: for tests and throw-away use. A restart forgets everything.
+//!
+//! Of stored responses, the newest 4,096 of each namespace are kept. Those still in progress do
+//! not count, and are never dropped.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,13 +12,17 @@ use async_trait::async_trait;
 
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
-    Backend, Cleaned, Cursor, Link, ListQuery, Listed, Loaded, Row, Store, StoreError, Stored,
-    WakePath, Write,
+    Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, Row, Store, StoreError,
+    Stored, WakePath, Write,
 };
 use crate::domain::Machine;
-use crate::domain::ids::{Key, Kind, Name, Namespace};
+use crate::domain::ids::{Key, Kind, Name, Namespace, Scope};
 use crate::domain::lease::{Lease, LeaseMachine};
+use crate::domain::record::{Record, RecordMachine};
 use crate::domain::time::Timestamp;
+
+/// The most stored responses of one namespace.
+pub const MAX_STORED_RESPONSES: usize = 4_096;
 
 /// The store.
 #[derive(Debug)]
@@ -28,6 +35,16 @@ pub struct MemoryStore {
 struct Tables {
     floor: i64,
     leases: BTreeMap<Key, Row<Lease>>,
+    records: BTreeMap<Key, Row<Record>>,
+    responses: HashMap<Namespace, Queue>,
+}
+
+/// Stored responses in the order in which they were first stored.
+#[derive(Debug, Default)]
+struct Queue {
+    next: u64,
+    by_place: BTreeMap<u64, Key>,
+    places: HashMap<Key, u64>,
 }
 
 impl MemoryStore {
@@ -57,66 +74,183 @@ impl Default for MemoryStore {
     }
 }
 
-fn store_rows<S: Clone>(
-    table: &mut BTreeMap<Key, Row<S>>,
-    floor: i64,
-    writes: &[Write<S>],
-) -> Vec<Stored> {
-    writes
-        .iter()
-        .map(|write| {
-            let is_above_floor = write.expected.is_some() || write.row.revision.get() > floor;
-            let is_as_expected = table.get(&write.key).map(|row| row.revision) == write.expected;
-            if !is_as_expected || !is_above_floor {
-                return Stored::NotAccepted;
-            }
-            table.insert(write.key.clone(), write.row.clone());
-            Stored::Accepted
-        })
-        .collect()
+/// A machine whose rows are in a table of their own.
+trait Table: Machine {
+    fn table(tables: &mut Tables) -> &mut BTreeMap<Key, Row<Self::State>>;
+
+    /// Since when a row has not been in use; `None` if it is kept for ever.
+    fn idle_since(key: &Key, row: &Row<Self::State>, retention: Duration) -> Option<Timestamp>;
+
+    /// To be called after each write.
+    fn written(_tables: &mut Tables, _write: &Write<Self::State>) {}
 }
 
-fn list_rows<S: Clone>(table: &BTreeMap<Key, Row<S>>, query: &ListQuery) -> Vec<(Name, Row<S>)> {
-    let (lower, upper) = query.bounds();
-    let key = |name: String| Key {
-        kind: query.kind,
-        namespace: query.namespace.clone(),
-        name: Name::from_stored(name),
-    };
-    table
-        .range(key(lower)..=key(upper))
-        .filter(|(key, _)| query.after.as_ref() != Some(&key.name))
-        .filter(|(key, _)| key.name.as_str().starts_with(&query.prefix))
-        .take(query.limit)
-        .map(|(key, row)| (key.name.clone(), row.clone()))
-        .collect()
+impl Table for LeaseMachine {
+    fn table(tables: &mut Tables) -> &mut BTreeMap<Key, Row<Lease>> {
+        &mut tables.leases
+    }
+
+    fn idle_since(_key: &Key, row: &Row<Lease>, retention: Duration) -> Option<Timestamp> {
+        let last_write = Timestamp::from_micros(row.revision.get());
+        Some(row.state.idle_since(last_write).plus(retention))
+    }
+}
+
+impl Table for RecordMachine {
+    fn table(tables: &mut Tables) -> &mut BTreeMap<Key, Row<Record>> {
+        &mut tables.records
+    }
+
+    fn idle_since(key: &Key, row: &Row<Record>, retention: Duration) -> Option<Timestamp> {
+        let last_write = Timestamp::from_micros(row.revision.get());
+        match &row.state.completion {
+            Some(completion) => completion.until,
+            None if key.kind == Kind::Execution => None,
+            None => Some(row.state.lease.idle_since(last_write).plus(retention)),
+        }
+    }
+
+    fn written(tables: &mut Tables, write: &Write<Record>) {
+        if write.key.kind != Kind::Idempotency {
+            return;
+        }
+        let queue = tables.responses.entry(write.key.namespace.clone()).or_default();
+        if write.row.state.completion.is_none() {
+            queue.remove(&write.key);
+        } else if let Some(oldest) = queue.push(&write.key) {
+            tables.remove::<Self>(&oldest);
+        }
+    }
+}
+
+impl Queue {
+    /// Adds a key, unless it is there; returns the oldest one if there are too many.
+    fn push(&mut self, key: &Key) -> Option<Key> {
+        if self.places.contains_key(key) {
+            return None;
+        }
+        self.places.insert(key.clone(), self.next);
+        self.by_place.insert(self.next, key.clone());
+        self.next += 1;
+        if self.places.len() <= MAX_STORED_RESPONSES {
+            return None;
+        }
+        let (_, oldest) = self.by_place.pop_first()?;
+        self.places.remove(&oldest);
+        Some(oldest)
+    }
+
+    fn remove(&mut self, key: &Key) {
+        if let Some(place) = self.places.remove(key) {
+            self.by_place.remove(&place);
+        }
+    }
+}
+
+impl Tables {
+    fn store<T: Table>(&mut self, write: &Write<T::State>) -> Stored {
+        let is_above_floor = write.expected.is_some() || write.row.revision.get() > self.floor;
+        let table = T::table(self);
+        let is_as_expected = table.get(&write.key).map(|row| row.revision) == write.expected;
+        if !is_as_expected || !is_above_floor {
+            return Stored::NotAccepted;
+        }
+        table.insert(write.key.clone(), write.row.clone());
+        T::written(self, write);
+        Stored::Accepted
+    }
+
+    fn list<T: Table>(&mut self, query: &ListQuery) -> Vec<(Name, Row<T::State>)> {
+        let (lower, upper) = query.bounds();
+        let key = |name: String| Key {
+            kind: query.kind,
+            namespace: query.namespace.clone(),
+            scope: query.scope.clone(),
+            name: Name::from_stored(name),
+        };
+        T::table(self)
+            .range(key(lower)..=key(upper))
+            .filter(|(key, _)| query.after.as_ref() != Some(&key.name))
+            .filter(|(key, _)| key.name.as_str().starts_with(&query.prefix))
+            .take(query.limit)
+            .map(|(key, row)| (key.name.clone(), row.clone()))
+            .collect()
+    }
+
+    /// Deletes a row; its stamp stays below those of all keys to come.
+    fn remove<T: Table>(&mut self, key: &Key) {
+        if let Some(row) = T::table(self).remove(key) {
+            self.floor = self.floor.max(row.revision.get());
+        }
+    }
+
+    fn clean_up<T: Table>(
+        &mut self,
+        retention: Duration,
+        now: Timestamp,
+        after: &Cursor,
+    ) -> Cleaned {
+        let from = after.key().map_or(Bound::Unbounded, Bound::Excluded);
+        let looked_at: Vec<(Key, bool)> = T::table(self)
+            .range((from, Bound::Unbounded))
+            .take(Cursor::CHUNK)
+            .map(|(key, row)| {
+                let idle_since = T::idle_since(key, row, retention);
+                (key.clone(), idle_since.is_some_and(|since| since <= now))
+            })
+            .collect();
+        let mut deleted = 0;
+        for (key, _) in looked_at.iter().filter(|(_, is_idle)| *is_idle) {
+            self.remove::<T>(key);
+            if let Some(queue) = self.responses.get_mut(&key.namespace) {
+                queue.remove(key);
+            }
+            deleted += 1;
+        }
+        let last = looked_at.last().filter(|_| looked_at.len() == Cursor::CHUNK);
+        Cleaned { deleted, next: last.map(|(key, _)| Cursor::at(after.table, key)) }
+    }
+}
+
+impl Cursor {
+    fn at(table: CursorTable, Key { kind, namespace, scope, name }: &Key) -> Self {
+        let [namespace, scope, key] =
+            [namespace.as_str(), scope.as_str(), name.as_str()].map(str::to_owned);
+        Self { table, kind: *kind as i16, namespace, scope, key }
+    }
+
+    /// The key at this place; `None` before all keys.
+    fn key(&self) -> Option<Key> {
+        let kinds = [Kind::Lease, Kind::Leader, Kind::Execution, Kind::Idempotency];
+        Some(Key {
+            kind: kinds.into_iter().find(|kind| *kind as i16 == self.kind)?,
+            namespace: Namespace::from_stored(self.namespace.as_str()),
+            scope: Scope::from_stored(self.scope.as_str()),
+            name: Name::from_stored(self.key.as_str()),
+        })
+    }
 }
 
 #[async_trait]
-impl Store<LeaseMachine> for MemoryStore {
-    async fn load(
-        &self,
-        _lane: usize,
-        keys: &[Key],
-    ) -> Result<Loaded<<LeaseMachine as Machine>::State>, StoreError> {
-        let tables = self.tables();
-        Ok(Loaded {
-            // Under the lock, so that time and rows are of the same moment.
-            now: self.clock.now(),
-            rows: keys.iter().map(|key| tables.leases.get(key).cloned()).collect(),
-            floor: tables.floor,
-            link: Link::default(),
-        })
+impl<T: Table> Store<T> for MemoryStore {
+    async fn load(&self, _lane: usize, keys: &[Key]) -> Result<Loaded<T::State>, StoreError> {
+        let mut tables = self.tables();
+        let floor = tables.floor;
+        let table = T::table(&mut tables);
+        // Under the lock, so that time and rows are of the same moment.
+        let now = self.clock.now();
+        let rows = keys.iter().map(|key| table.get(key).cloned()).collect();
+        Ok(Loaded { rows, now, floor, link: Link::default() })
     }
 
-    async fn store(&self, _lane: usize, _link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
-        let Tables { floor, leases } = &mut *self.tables();
-        store_rows(leases, *floor, writes)
+    async fn store(&self, _lane: usize, _link: Link, writes: &[Write<T::State>]) -> Vec<Stored> {
+        let mut tables = self.tables();
+        writes.iter().map(|write| tables.store::<T>(write)).collect()
     }
 
-    async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
-        let tables = self.tables();
-        Ok(Listed { now: self.clock.now(), rows: list_rows(&tables.leases, &query) })
+    async fn list(&self, query: ListQuery) -> Result<Listed<T::State>, StoreError> {
+        let mut tables = self.tables();
+        Ok(Listed { now: self.clock.now(), rows: tables.list::<T>(&query) })
     }
 }
 
@@ -144,34 +278,13 @@ impl Backend for MemoryStore {
         after: Option<Cursor>,
     ) -> Result<Cleaned, StoreError> {
         let mut tables = self.tables();
-        let cutoff = self.clock.now().minus(retention);
-        let Tables { floor, leases } = &mut *tables;
-        let after = after.map(|Cursor(_, namespace, name)| Key {
-            kind: Kind::Lease,
-            namespace: Namespace::from_stored(namespace),
-            name: Name::from_stored(name),
-        });
-        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
-        let looked_at: Vec<(Key, bool)> = leases
-            .range((from, Bound::Unbounded))
-            .take(Cursor::CHUNK)
-            .map(|(key, row)| {
-                let last_write = Timestamp::from_micros(row.revision.get());
-                (key.clone(), row.state.idle_since(last_write) <= cutoff)
-            })
-            .collect();
-        let mut deleted = 0;
-        for (key, _) in looked_at.iter().filter(|(_, is_idle)| *is_idle) {
-            if let Some(row) = leases.remove(key) {
-                *floor = (*floor).max(row.revision.get());
-                deleted += 1;
-            }
-        }
-        let next = looked_at.last().filter(|_| looked_at.len() == Cursor::CHUNK).map(|(key, _)| {
-            let namespace = key.namespace.as_str().to_owned();
-            Cursor(key.kind as i16, namespace, key.name.as_str().to_owned())
-        });
-        Ok(Cleaned { deleted, next })
+        let now = self.clock.now();
+        let after = after.unwrap_or_else(Cursor::first);
+        let cleaned = match after.table {
+            CursorTable::Leases => tables.clean_up::<LeaseMachine>(retention, now, &after),
+            CursorTable::Records => tables.clean_up::<RecordMachine>(retention, now, &after),
+        };
+        Ok(cleaned.or_next_table(&after))
     }
 
     async fn close(&self) {}

@@ -16,9 +16,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+pub use sqlx::PgPool;
 
 use crate::domain::Machine;
-use crate::domain::ids::{Key, Kind, Name, Namespace};
+use crate::domain::ids::{Key, Kind, Name, Namespace, Scope};
 use crate::domain::time::Timestamp;
 use crate::domain::version::Version;
 
@@ -67,6 +68,8 @@ pub struct ListQuery {
     pub kind: Kind,
     /// The tenant.
     pub namespace: Namespace,
+    /// Whose, within the tenant.
+    pub scope: Scope,
     /// Only names that begin with this.
     pub prefix: String,
     /// Only names after this one, by bytes.
@@ -177,6 +180,11 @@ pub trait Backend: Debug + Send + Sync + 'static {
         after: Option<Cursor>,
     ) -> Result<Cleaned, StoreError>;
 
+    /// A pool of connections to the same database, where that is Postgres.
+    fn pool(&self) -> Option<PgPool> {
+        None
+    }
+
     /// Ends background work and lets go of connections and files.
     async fn close(&self);
 }
@@ -190,9 +198,32 @@ pub struct Cleaned {
     pub next: Option<Cursor>,
 }
 
-/// A place in the order of all keys: kind, namespace, key, as stored.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Cursor(pub(crate) i16, pub(crate) String, pub(crate) String);
+impl Cleaned {
+    /// At the end of one table, goes on with the next.
+    fn or_next_table(mut self, after: &Cursor) -> Self {
+        if self.next.is_none() && after.table == CursorTable::Leases {
+            self.next = Some(Cursor::first_of(CursorTable::Records));
+        }
+        self
+    }
+}
+
+/// A place in the order of all keys: a table, and a key there, as stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cursor {
+    table: CursorTable,
+    kind: i16,
+    namespace: String,
+    scope: String,
+    key: String,
+}
+
+/// The tables in the order in which they are cleaned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum CursorTable {
+    Leases,
+    Records,
+}
 
 impl Cursor {
     /// How many keys one chunk of clean-up looks at.
@@ -200,7 +231,12 @@ impl Cursor {
 
     /// Before all keys.
     fn first() -> Self {
-        Self(i16::MIN, String::new(), String::new())
+        Self::first_of(CursorTable::Leases)
+    }
+
+    fn first_of(table: CursorTable) -> Self {
+        let empty = String::new;
+        Self { table, kind: i16::MIN, namespace: empty(), scope: empty(), key: empty() }
     }
 }
 

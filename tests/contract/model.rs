@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use fencepost::domain::ids::{Key, Kind as KeyKind, Name, Namespace, OwnerId};
+use fencepost::domain::ids::{Key, Kind as KeyKind, Name, Namespace, OwnerId, Scope};
 use fencepost::domain::lease::{Claim, Command, Lease, LeaseMachine, Reference};
 use fencepost::domain::time::Ttl;
 use fencepost::domain::version::Version;
@@ -119,6 +119,7 @@ async fn follow_the_machine(
     let key = Key {
         kind: KeyKind::Lease,
         namespace: Namespace::default_namespace(),
+        scope: Scope::none(),
         name: Name::new(name).unwrap(),
     };
     let mut model: Option<(Version, Lease)> = None;
@@ -162,7 +163,13 @@ fn check(kind: Kind, cases: u32) {
             ($store:expr) => {{
                 let store = Arc::new($store);
                 let (limits, metrics) = (Limits::default(), Arc::clone(&metrics));
-                Engine::start(&(Arc::clone(&store) as _), store, Arc::clone(&hub), limits, metrics)
+                Engine::<LeaseMachine>::start(
+                    &(Arc::clone(&store) as _),
+                    store,
+                    Arc::clone(&hub),
+                    limits,
+                    &metrics,
+                )
             }};
         }
         match kind {

@@ -67,7 +67,7 @@ impl World {
 
     /// Starts a service in this process.
     pub async fn serve(&self, options: CoordinatorOptions) -> Service {
-        let coordinator = Coordinator::open(&self.dsn(), options.clone()).await.unwrap();
+        let coordinator = Coordinator::open_dsn(&self.dsn(), options.clone()).await.unwrap();
         Service::on(coordinator, options.metrics).await
     }
 }

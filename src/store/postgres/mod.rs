@@ -13,6 +13,8 @@
 
 mod leases;
 mod link;
+mod records;
+mod table;
 mod wakes;
 
 use std::str::FromStr;
@@ -23,7 +25,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::join_all;
 use sqlx::migrate::MigrateError;
-use sqlx::postgres::{PgConnectOptions, PgConnection};
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
 use sqlx::{ConnectOptions, Connection};
 use tokio::sync::{Mutex, mpsc};
 use tokio::time::{Instant, timeout};
@@ -31,14 +33,16 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::{
-    Backend, Cleaned, Cursor, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError,
-    Stored, WakePath, Waker, Write,
+    Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, OpenError, Store,
+    StoreError, Stored, WakePath, Waker, Write,
 };
 use crate::domain::ids::Key;
-use crate::domain::lease::{Lease, LeaseMachine};
+use crate::domain::lease::LeaseMachine;
+use crate::domain::record::RecordMachine;
 use crate::shutdown::spawn_vital;
 use crate::telemetry::Metrics;
 use link::{Linked, Servers, classify};
+use table::Table;
 use wakes::{Message, Wakes};
 
 /// Connections for batches.
@@ -63,6 +67,8 @@ pub struct PostgresStore {
     reads: Slot,
     /// For clean-up.
     cleaning: Slot,
+    /// For the program that this is part of; not used here.
+    pool: PgPool,
     wakes: Arc<Wakes>,
     messages: mpsc::UnboundedSender<Message>,
     tasks: TaskTracker,
@@ -229,6 +235,7 @@ impl PostgresStore {
         let mut lanes: Vec<Mutex<Lane>> = (0..LANES).map(|_| Mutex::default()).collect();
         lanes[0] = Mutex::new(Lane { slot: Some(first), ..Lane::default() });
         let stop = CancellationToken::new();
+        let pool_options = servers.current();
         let traffic = Arc::new(Wakes {
             servers: Arc::clone(&servers),
             notify_options: notify_url.map(parse).transpose()?,
@@ -250,6 +257,7 @@ impl PostgresStore {
             lanes,
             reads: Mutex::default(),
             cleaning: Mutex::default(),
+            pool: PgPoolOptions::new().connect_lazy_with(pool_options),
             wakes: traffic,
             messages,
             tasks,
@@ -296,12 +304,12 @@ async fn survey(servers: Arc<Servers>, stop: CancellationToken) {
 }
 
 #[async_trait]
-impl Store<LeaseMachine> for PostgresStore {
-    async fn load(&self, lane: usize, keys: &[Key]) -> Result<Loaded<Lease>, StoreError> {
+impl<T: Table> Store<T> for PostgresStore {
+    async fn load(&self, lane: usize, keys: &[Key]) -> Result<Loaded<T::State>, StoreError> {
         let mut lane = self.lanes[lane].lock().await;
         lane.rest_after_abandoned_write()?;
         let mut linked = self.linked(&mut lane.slot).await?;
-        match leases::load(&mut linked.connection, keys).await {
+        match table::load::<T>(&mut linked.connection, keys).await {
             Ok((rows, surroundings)) => {
                 self.servers.check(&linked, surroundings.timeline)?;
                 let (now, floor) = (surroundings.now, surroundings.floor);
@@ -317,7 +325,7 @@ impl Store<LeaseMachine> for PostgresStore {
         }
     }
 
-    async fn store(&self, lane: usize, link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
+    async fn store(&self, lane: usize, link: Link, writes: &[Write<T::State>]) -> Vec<Stored> {
         let mut lane = self.lanes[lane].lock().await;
         let mut linked = lane.slot.take().filter(|linked| linked.link == link);
         let mut results = vec![Stored::NotAccepted; writes.len()];
@@ -325,7 +333,7 @@ impl Store<LeaseMachine> for PostgresStore {
         for is_update in [true, false] {
             let chosen: Vec<usize> =
                 (0..writes.len()).filter(|&i| writes[i].expected.is_some() == is_update).collect();
-            store_chosen(&mut linked, is_update, writes, &chosen, &mut results).await;
+            store_chosen::<T>(&mut linked, is_update, writes, &chosen, &mut results).await;
         }
         lane.is_writing = false;
         if linked.is_some() {
@@ -335,9 +343,9 @@ impl Store<LeaseMachine> for PostgresStore {
         results
     }
 
-    async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
+    async fn list(&self, query: ListQuery) -> Result<Listed<T::State>, StoreError> {
         self.read(async |connection| {
-            let (rows, now) = leases::list(connection, &query).await?;
+            let (rows, now) = table::list::<T>(connection, &query).await?;
             Ok(Listed { rows, now })
         })
         .await
@@ -346,10 +354,10 @@ impl Store<LeaseMachine> for PostgresStore {
 
 /// Stores some of the writes, all updates or all inserts: in one statement, or when that is
 /// refused in halves, and so on, until a bad row fails alone.
-async fn store_chosen(
+async fn store_chosen<T: Table>(
     slot: &mut Option<Linked>,
     is_update: bool,
-    writes: &[Write<Lease>],
+    writes: &[Write<T::State>],
     chosen: &[usize],
     results: &mut [Stored],
 ) {
@@ -364,11 +372,11 @@ async fn store_chosen(
             }
             continue;
         };
-        let rows: Vec<&Write<Lease>> = group.iter().map(|&i| &writes[i]).collect();
+        let rows: Vec<&Write<T::State>> = group.iter().map(|&i| &writes[i]).collect();
         let stored = if is_update {
-            leases::update(&mut linked.connection, &rows).await
+            table::update::<T>(&mut linked.connection, &rows).await
         } else {
-            leases::insert(&mut linked.connection, &rows).await
+            table::insert::<T>(&mut linked.connection, &rows).await
         };
         match stored {
             Ok(accepted) => {
@@ -434,17 +442,30 @@ impl Backend for PostgresStore {
         let mut linked = self.linked(&mut slot).await?;
         let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
         let after = after.unwrap_or_else(Cursor::first);
-        match leases::clean_up(&mut linked.connection, micros, after).await {
+        let cleaned = match after.table {
+            CursorTable::Leases => {
+                table::clean_up::<LeaseMachine>(&mut linked.connection, micros, &after).await
+            }
+            CursorTable::Records => {
+                table::clean_up::<RecordMachine>(&mut linked.connection, micros, &after).await
+            }
+        };
+        match cleaned {
             Ok(cleaned) => {
                 *slot = Some(linked);
-                Ok(cleaned)
+                Ok(cleaned.or_next_table(&after))
             }
             Err(error) => Err(classify(&error, false).0),
         }
     }
 
+    fn pool(&self) -> Option<PgPool> {
+        Some(self.pool.clone())
+    }
+
     async fn close(&self) {
         self.stop.cancel();
+        self.pool.close().await;
         self.tasks.close();
         self.tasks.wait().await;
         let mut open = Vec::new();

@@ -5,6 +5,8 @@
 //! (`journal_mode=WAL`, `synchronous=FULL`), which also records the service's clock.
 
 mod leases;
+mod records;
+mod table;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,12 +22,15 @@ use tokio::time::timeout;
 
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
-    Backend, Cleaned, Cursor, Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError,
-    Stored, WakePath, Write,
+    Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, OpenError, Store,
+    StoreError, Stored, WakePath, Write,
 };
 use crate::domain::ids::Key;
-use crate::domain::lease::{Lease, LeaseMachine};
+use crate::domain::lease::LeaseMachine;
+use crate::domain::record::RecordMachine;
 use crate::domain::time::Timestamp;
+
+use table::Table;
 
 static MIGRATIONS: sqlx::migrate::Migrator = sqlx::migrate!("migrations/sqlite");
 
@@ -150,15 +155,16 @@ async fn run_migrations(connection: &mut SqliteConnection, path: &Path) -> Resul
 }
 
 impl Shared {
-    async fn load(&self, keys: &[Key]) -> Result<Loaded<Lease>, StoreError> {
+    async fn load<T: Table>(&self, keys: &[Key]) -> Result<Loaded<T::State>, StoreError> {
         let mut file = self.file.lock().await;
         let file = file.as_mut().ok_or_else(closed)?;
         let now = self.clock.now();
-        let rows = leases::load(&mut file.connection, keys).await.map_err(|error| away(&error))?;
+        let rows =
+            table::load::<T>(&mut file.connection, keys).await.map_err(|error| away(&error))?;
         Ok(Loaded { rows, now, floor: file.floor, link: Link::default() })
     }
 
-    async fn store(&self, writes: &[Write<Lease>]) -> Vec<Stored> {
+    async fn store<T: Table>(&self, writes: &[Write<T::State>]) -> Vec<Stored> {
         let mut file = self.file.lock().await;
         let Some(File { connection, floor }) = file.as_mut() else {
             return vec![Stored::Failed(closed()); writes.len()];
@@ -166,7 +172,7 @@ impl Shared {
         let now = self.clock.now();
         let floor = *floor;
         let stored = transaction(connection, async |connection| {
-            let stored = leases::store(connection, writes, floor).await?;
+            let stored = table::store::<T>(connection, writes, floor).await?;
             record_clock(connection, now).await?;
             Ok(stored)
         });
@@ -184,14 +190,20 @@ impl Shared {
     ) -> Result<Cleaned, StoreError> {
         let mut file = self.file.lock().await;
         let file = file.as_mut().ok_or_else(closed)?;
-        let cutoff = self.clock.now().minus(retention);
+        let now = self.clock.now();
+        let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
         let after = after.unwrap_or_else(Cursor::first);
-        let cleaned = transaction(&mut file.connection, async |connection| {
-            leases::clean_up(connection, after.clone(), cutoff).await
+        let cleaned = transaction(&mut file.connection, async |connection| match after.table {
+            CursorTable::Leases => {
+                table::clean_up::<LeaseMachine>(connection, &after, micros, now).await
+            }
+            CursorTable::Records => {
+                table::clean_up::<RecordMachine>(connection, &after, micros, now).await
+            }
         });
         let (cleaned, floor) = cleaned.await.map_err(|error| away(&error))?;
         file.floor = file.floor.max(floor);
-        Ok(cleaned)
+        Ok(cleaned.or_next_table(&after))
     }
 }
 
@@ -235,24 +247,24 @@ fn away(error: &sqlx::Error) -> StoreError {
 }
 
 #[async_trait]
-impl Store<LeaseMachine> for SqliteStore {
-    async fn load(&self, _lane: usize, keys: &[Key]) -> Result<Loaded<Lease>, StoreError> {
-        self.shared.load(keys).await
+impl<T: Table> Store<T> for SqliteStore {
+    async fn load(&self, _lane: usize, keys: &[Key]) -> Result<Loaded<T::State>, StoreError> {
+        self.shared.load::<T>(keys).await
     }
 
     /// Runs in a task of its own, so that a caller who gives up does not leave a transaction open.
-    async fn store(&self, _lane: usize, _link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
+    async fn store(&self, _lane: usize, _link: Link, writes: &[Write<T::State>]) -> Vec<Stored> {
         let (shared, owned) = (Arc::clone(&self.shared), writes.to_vec());
-        let stored = tokio::spawn(async move { shared.store(&owned).await }).await;
+        let stored = tokio::spawn(async move { shared.store::<T>(&owned).await }).await;
         stored.unwrap_or_else(|error| vec![Stored::Failed(failed(&error)); writes.len()])
     }
 
-    async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {
+    async fn list(&self, query: ListQuery) -> Result<Listed<T::State>, StoreError> {
         in_time(async {
             let mut file = self.shared.file.lock().await;
             let file = file.as_mut().ok_or_else(closed)?;
             let now = self.shared.clock.now();
-            let rows = leases::list(&mut file.connection, &query).await;
+            let rows = table::list::<T>(&mut file.connection, &query).await;
             Ok(Listed { rows: rows.map_err(|error| away(&error))?, now })
         })
         .await
@@ -311,8 +323,8 @@ impl Backend for SqliteStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::domain::ids::{Kind, Name, Namespace, OwnerId};
-    use crate::domain::lease::Status;
+    use crate::domain::ids::{Kind, Name, Namespace, OwnerId, Scope};
+    use crate::domain::lease::{Lease, Status};
     use crate::domain::time::Ttl;
     use crate::domain::version::Version;
     use crate::store::Row;
@@ -335,6 +347,7 @@ mod tests {
             key: Key {
                 kind: Kind::Lease,
                 namespace: Namespace::default_namespace(),
+                scope: Scope::none(),
                 name: Name::from_stored(name),
             },
             expected: None,
@@ -356,19 +369,28 @@ mod tests {
         limit_pages(&store, "PRAGMA max_page_count = 1").await;
         let mut refused = 0;
         for number in 0..40 {
-            let stored = store.store(0, Link::default(), &[write(&format!("a{number}"))]).await;
+            let stored = Store::<LeaseMachine>::store(
+                &store,
+                0,
+                Link::default(),
+                &[write(&format!("a{number}"))],
+            )
+            .await;
             refused += usize::from(!matches!(stored[0], Stored::Accepted));
         }
         assert!(refused > 2, "the disk was never full");
-        assert!(store.store(0, Link::default(), &[write("b")]).await.len() == 1);
+        assert!(
+            Store::<LeaseMachine>::store(&store, 0, Link::default(), &[write("b")]).await.len()
+                == 1
+        );
         limit_pages(&store, "PRAGMA max_page_count = 1000000").await;
-        let stored = store.store(0, Link::default(), &[write("c")]).await;
+        let stored = Store::<LeaseMachine>::store(&store, 0, Link::default(), &[write("c")]).await;
         assert!(matches!(stored[0], Stored::Accepted), "{stored:?}");
         // As a process that is killed: without closing in order.
         let file = store.shared.file.lock().await.take().unwrap();
         file.connection.close_hard().await.unwrap();
         let reopened = SqliteStore::open(&path, true).await.unwrap();
-        let loaded = reopened.load(0, &[write("c").key]).await.unwrap();
+        let loaded = Store::<LeaseMachine>::load(&reopened, 0, &[write("c").key]).await.unwrap();
         assert!(loaded.rows[0].is_some());
     }
 }

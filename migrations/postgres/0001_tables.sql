@@ -18,22 +18,69 @@ CREATE TABLE fencepost.leases (
     recovered_from bigint,
     -- The caller's name for its attempt; kept after the end, to refuse late duplicates.
     attempt_id     uuid,
-    -- Which machine the key belongs to: 1 lease.
+    -- Which machine the key belongs to: 1 lease, 2 leader.
     kind           smallint NOT NULL,
     -- 0 held (until expires_at), 1 released, 2 expired, 3 revoked, 4 undone.
     status         smallint NOT NULL,
     namespace      text COLLATE "C" NOT NULL,
+    -- Always empty here; part of every key, so that one set of statements serves all tables.
+    scope          text COLLATE "C" NOT NULL,
     key            text COLLATE "C" NOT NULL,
     owner_id       text COLLATE "C" NOT NULL,
     -- A JSON object of strings, as text: jsonb would reorder it.
     metadata       text,
     -- The only index. One on expires_at would make each renewal an index update (none would be
     -- heap-only any more), and clean-up walks this one.
-    PRIMARY KEY (kind, namespace, key)
+    PRIMARY KEY (kind, namespace, scope, key)
 ) WITH (
     -- Room on each page for the next versions of its rows, so that updates stay heap-only.
     fillfactor = 60,
     -- A small hot table must be vacuumed by what changes, not by how large it is.
+    autovacuum_vacuum_scale_factor = 0.02,
+    autovacuum_vacuum_threshold = 1000,
+    autovacuum_analyze_scale_factor = 0.1
+);
+
+-- One row for each execution and each stored response that was claimed or put and is not forgotten:
+-- the newest generation of its claim, and what it led to.
+CREATE TABLE fencepost.records (
+    -- As in leases.
+    revision       bigint NOT NULL,
+    version        bigint NOT NULL,
+    grant_id       bigint NOT NULL,
+    ttl_ms         bigint NOT NULL,
+    acquired_at    bigint NOT NULL,
+    expires_at     bigint NOT NULL,
+    recovered_from bigint,
+    -- When it was completed or put, and until when it is remembered (NULL: for ever).
+    completed_at   bigint,
+    retained_until bigint,
+    attempt_id     uuid,
+    -- Which machine the key belongs to: 3 execution, 4 stored response.
+    kind           smallint NOT NULL,
+    -- 0 in progress (held until expires_at), 1 released, 2 expired, 3 revoked, 4 undone,
+    -- 5 completed, 6 put.
+    status         smallint NOT NULL,
+    namespace      text COLLATE "C" NOT NULL,
+    -- Whose it is within the namespace; '' for executions.
+    scope          text COLLATE "C" NOT NULL,
+    key            text COLLATE "C" NOT NULL,
+    owner_id       text COLLATE "C" NOT NULL,
+    metadata       text,
+    -- The intent of an execution, or the fingerprint of a request.
+    binding        text COLLATE "C",
+    -- For tracing; decides nothing.
+    correlation_id text,
+    -- What is remembered: the result, or the response without its body. JSON as text, since jsonb
+    -- reorders members, drops duplicates and respells numbers.
+    content        text,
+    -- The response's body, whatever bytes it has.
+    body           bytea,
+    -- The only index, as in leases. Clean-up walks it too.
+    PRIMARY KEY (kind, namespace, scope, key)
+) WITH (
+    -- A record is mostly written twice, claimed and completed, and then only read.
+    fillfactor = 80,
     autovacuum_vacuum_scale_factor = 0.02,
     autovacuum_vacuum_threshold = 1000,
     autovacuum_analyze_scale_factor = 0.1
