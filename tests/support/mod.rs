@@ -231,7 +231,9 @@ impl Client {
         for (name, value) in query {
             encoded += if encoded.is_empty() { "?" } else { "&" };
             let text: String = form_urlencoded::byte_serialize(value.as_bytes()).collect();
-            encoded += &format!("{name}={text}");
+            encoded += name;
+            encoded.push('=');
+            encoded += &text;
         }
         self.get(&format!("{path}{encoded}")).await
     }
@@ -280,7 +282,7 @@ impl Client {
 
 /// Waits until a condition holds; fails after a minute.
 pub async fn eventually<F: Future<Output = bool>>(mut condition: impl FnMut() -> F) {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+    let deadline = tokio::time::Instant::now() + Duration::from_mins(1);
     while !condition().await {
         assert!(tokio::time::Instant::now() < deadline, "it did not happen within a minute");
         tokio::task::yield_now().await;

@@ -1,6 +1,6 @@
 //! The real binary, in a process of its own.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -40,7 +40,7 @@ impl Process {
         for line in lines.by_ref().take(4) {
             let line = line.unwrap();
             let word = line.split(' ').find(|word| word.starts_with("http://"));
-            base = base.or(word.map(|word| word.to_owned()));
+            base = base.or(word.map(str::to_owned));
             greeting += &line;
             greeting.push('\n');
         }
