@@ -231,9 +231,16 @@ impl PostgresStore {
     ) -> Result<Self, OpenError> {
         let servers = parse_all(urls)?;
         prepare(&servers, migrate).await?;
-        let first = servers.connect().await.map_err(|error| unreachable(&error))?;
-        let mut lanes: Vec<Mutex<Lane>> = (0..LANES).map(|_| Mutex::default()).collect();
-        lanes[0] = Mutex::new(Lane { slot: Some(first), ..Lane::default() });
+        // All at once, so that the first requests need not wait for them; one is enough to begin.
+        let connecting = (0..LANES).map(|_| servers.connect());
+        let connected = join_all(connecting).await;
+        if let Some(Err(error)) = connected.iter().find(|_| connected.iter().all(Result::is_err)) {
+            return Err(unreachable(error));
+        }
+        let lanes = connected
+            .into_iter()
+            .map(|linked| Mutex::new(Lane { slot: linked.ok(), ..Lane::default() }))
+            .collect();
         let stop = CancellationToken::new();
         let pool_options = servers.current();
         let traffic = Arc::new(Wakes {
