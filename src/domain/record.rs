@@ -629,3 +629,237 @@ fn force_release(
         Decision::Keep(outcome) => Decision::Keep(outcome),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::{execution, idempotency};
+
+    /// One key, its clock, and the rule of stamps.
+    struct Cell {
+        row: Option<(Version, Record)>,
+        now: i64,
+        grants: i64,
+    }
+
+    impl Cell {
+        fn new() -> Self {
+            Self { row: None, now: 1_000_000, grants: 0 }
+        }
+
+        fn run(&mut self, command: &Command) -> Outcome {
+            let now = Timestamp::from_micros(self.now);
+            let stamp = Version::next(self.row.as_ref().map(|row| row.0), 0, now).unwrap();
+            let record = self.row.as_ref().map(|row| &row.1);
+            match RecordMachine::apply(record, command, At { now, stamp }) {
+                Decision::Keep(outcome) => outcome,
+                Decision::Write(record, outcome) => {
+                    self.row = Some((stamp, record));
+                    outcome
+                }
+            }
+        }
+
+        fn pass(&mut self, millis: i64) {
+            self.now += millis * 1_000;
+        }
+
+        fn wish(&mut self, owner: &str) -> Claim {
+            self.grants += 1;
+            Claim {
+                owner_id: OwnerId::from_stored(owner),
+                ttl: Ttl::from_stored(1_000),
+                attempt_id: None,
+                grant_id: self.grants,
+                metadata: None,
+                may_take: true,
+            }
+        }
+
+        fn execute(&mut self, owner: &str, intent: &str) -> ClaimOutcome {
+            let wish = self.wish(owner);
+            self.claimed(&execution::claim(wish, Binding::from_stored(intent), None))
+        }
+
+        fn write(&mut self, owner: &str, fingerprint: Option<&str>) -> ClaimOutcome {
+            let wish = self.wish(owner);
+            self.claimed(&idempotency::claim(wish, fingerprint.map(Binding::from_stored)))
+        }
+
+        fn claimed(&mut self, command: &Command) -> ClaimOutcome {
+            match self.run(command) {
+                Outcome::Claim(outcome) => outcome,
+                other => panic!("{other:?}"),
+            }
+        }
+
+        fn complete(&mut self, reference: &Reference, text: &str) -> CompleteOutcome {
+            match self.run(&execution::complete(reference.clone(), text.into(), None)) {
+                Outcome::Complete(outcome) => outcome,
+                other => panic!("{other:?}"),
+            }
+        }
+
+        fn put(&mut self, text: &str) -> Outcome {
+            let content = Content { text: text.into(), body: None };
+            self.run(&Command::Put { content, retention: Retention::ONE_DAY })
+        }
+    }
+
+    fn reference(outcome: ClaimOutcome) -> Reference {
+        match outcome {
+            ClaimOutcome::Claimed { lease, .. } => {
+                Reference { owner_id: lease.owner_id, version: lease.version }
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn recovered(outcome: ClaimOutcome) -> Option<Version> {
+        match outcome {
+            ClaimOutcome::Claimed { lease, .. } => lease.recovered_from,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn another_intent_conflicts_in_every_state() {
+        let mut key = Cell::new();
+        let first = reference(key.execute("a", "one"));
+        assert_eq!(key.execute("b", "two"), ClaimOutcome::Conflict);
+        key.pass(1_000);
+        assert_eq!(key.execute("b", "two"), ClaimOutcome::Conflict);
+        key.run(&execution::release(first));
+        assert_eq!(key.execute("b", "two"), ClaimOutcome::Conflict);
+        let second = reference(key.execute("b", "one"));
+        key.complete(&second, "1");
+        assert_eq!(key.execute("c", "two"), ClaimOutcome::Conflict);
+        assert!(matches!(key.execute("c", "one"), ClaimOutcome::Completed(..)));
+    }
+
+    #[test]
+    fn a_late_completion_counts_until_somebody_else_has_begun() {
+        let mut key = Cell::new();
+        let first = reference(key.execute("a", "i"));
+        key.pass(5_000);
+        assert_eq!(key.complete(&first, "1"), CompleteOutcome::Completed);
+
+        let mut key = Cell::new();
+        let first = reference(key.execute("a", "i"));
+        key.pass(1_000);
+        let second = key.execute("b", "i");
+        assert_eq!(recovered(second), Some(first.version));
+        let before = key.row.clone();
+        assert!(matches!(
+            key.complete(&first, "1"),
+            CompleteOutcome::Stale(Stale { reason: StaleReason::Superseded, .. })
+        ));
+        assert_eq!(key.row, before);
+    }
+
+    #[test]
+    fn the_same_completion_twice_is_fine_and_another_one_is_not() {
+        let mut key = Cell::new();
+        let claim = reference(key.execute("a", "i"));
+        assert_eq!(key.complete(&claim, "1"), CompleteOutcome::Completed);
+        assert_eq!(key.complete(&claim, "1"), CompleteOutcome::Completed);
+        assert!(matches!(key.complete(&claim, "1.0"), CompleteOutcome::AlreadyCompleted(_)));
+        assert!(matches!(
+            key.run(&execution::release(claim)),
+            Outcome::Release(ReleaseOutcome::AlreadyCompleted(_))
+        ));
+    }
+
+    #[test]
+    fn a_released_claim_cannot_complete_and_its_next_one_recovers_nothing() {
+        let mut key = Cell::new();
+        let claim = reference(key.execute("a", "i"));
+        key.pass(1_000);
+        let release = execution::release(claim.clone());
+        assert_eq!(key.run(&release), Outcome::Release(ReleaseOutcome::Released));
+        assert_eq!(key.run(&release), Outcome::Release(ReleaseOutcome::Released));
+        assert!(matches!(
+            key.complete(&claim, "1"),
+            CompleteOutcome::Stale(Stale { reason: StaleReason::Released, .. })
+        ));
+        assert_eq!(recovered(key.execute("b", "i")), None);
+    }
+
+    #[test]
+    fn a_fingerprint_is_forgotten_by_a_release_and_kept_by_a_lapse() {
+        let mut key = Cell::new();
+        let claim = reference(key.write("a", Some("f")));
+        assert_eq!(key.write("b", Some("g")), ClaimOutcome::Conflict);
+        assert!(matches!(key.write("b", None), ClaimOutcome::InProgress(_)));
+        key.run(&idempotency::release(claim));
+        reference(key.write("b", Some("g")));
+        key.pass(1_000);
+        assert_eq!(key.write("c", Some("f")), ClaimOutcome::Conflict);
+        reference(key.write("c", None));
+        assert_eq!(key.write("d", Some("f")), ClaimOutcome::Conflict);
+    }
+
+    #[test]
+    fn a_put_wins_over_what_is_stored_but_not_over_a_claim() {
+        let mut key = Cell::new();
+        let claim = reference(key.write("a", None));
+        assert!(matches!(key.put("1"), Outcome::Put(PutOutcome::InProgress(_))));
+        key.pass(1_000);
+        assert!(matches!(key.put("2"), Outcome::Put(PutOutcome::Stored { .. })));
+        assert!(matches!(key.put("3"), Outcome::Put(PutOutcome::Stored { .. })));
+        assert!(matches!(key.complete(&claim, "3"), CompleteOutcome::AlreadyCompleted(_)));
+        let ClaimOutcome::Completed(_, completion) = key.write("b", Some("f")) else {
+            panic!("not completed")
+        };
+        assert_eq!(&*completion.content.text, "3");
+    }
+
+    #[test]
+    fn what_is_kept_for_a_time_is_gone_after_it_and_its_versions_go_on() {
+        let mut key = Cell::new();
+        key.put("1");
+        let stored = key.row.as_ref().unwrap().1.lease.version;
+        key.pass(86_400_000 - 1);
+        assert!(matches!(key.write("a", Some("f")), ClaimOutcome::Completed(..)));
+        key.pass(1);
+        assert_eq!(key.run(&Command::Read), Outcome::Read(None));
+        let claim = reference(key.write("a", Some("g")));
+        assert!(claim.version > stored);
+        assert_eq!(key.row.as_ref().unwrap().1.lease.recovered_from, None);
+    }
+
+    #[test]
+    fn a_deleted_record_can_be_claimed_and_a_claimed_one_not_deleted() {
+        let mut key = Cell::new();
+        assert_eq!(key.run(&Command::Delete), Outcome::Delete(DeleteOutcome::Absent));
+        let claim = reference(key.write("a", Some("f")));
+        assert!(matches!(key.run(&Command::Delete), Outcome::Delete(DeleteOutcome::InProgress(_))));
+        key.complete(&claim, "1");
+        assert_eq!(key.run(&Command::Delete), Outcome::Delete(DeleteOutcome::Deleted));
+        assert!(reference(key.write("b", Some("g"))).version > claim.version);
+    }
+
+    #[test]
+    fn a_lapsed_claim_cannot_be_renewed_but_may_still_complete() {
+        let mut key = Cell::new();
+        let claim = reference(key.write("a", None));
+        key.pass(1_000);
+        assert!(matches!(
+            key.run(&idempotency::renew(claim.clone(), None)),
+            Outcome::Renew(RenewOutcome::Stale(Stale { reason: StaleReason::Expired, .. }))
+        ));
+        assert_eq!(key.complete(&claim, "1"), CompleteOutcome::Completed);
+    }
+
+    #[test]
+    fn a_claim_freed_by_force_is_recovered_by_the_next() {
+        let mut key = Cell::new();
+        let claim = reference(key.execute("a", "i"));
+        key.run(&execution::force_release(None));
+        assert!(matches!(
+            key.complete(&claim, "1"),
+            CompleteOutcome::Stale(Stale { reason: StaleReason::Revoked, .. })
+        ));
+        assert_eq!(recovered(key.execute("b", "i")), Some(claim.version));
+    }
+}
