@@ -173,8 +173,6 @@ fn the_rules_have_no_input_no_output_no_clock_and_no_chance() {
         "sqlx",
         "axum",
         "rand",
-        "serde",
-        "serde_json",
         "std::time::Instant",
         "std::time::SystemTime",
         "Instant",
