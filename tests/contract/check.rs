@@ -4,6 +4,10 @@ use serde_json::{Value, json};
 
 use crate::support::{Client, Reply, eventually};
 
+/// The ttl of a lease that is to run out, in milliseconds. A store whose disk is busy for longer
+/// than that has nothing left of the lease to tell of.
+pub(crate) const BRIEF: i64 = 300;
+
 /// Fails if there is a `null` anywhere: what is absent is left out.
 #[track_caller]
 pub(crate) fn no_nulls(value: &Value) {

@@ -6,7 +6,7 @@ use fencepost::coordinator::CoordinatorOptions;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
-use crate::check::{claim, force, millis, no_nulls, problem, until_lapsed, wrong_members};
+use crate::check::{BRIEF, claim, force, millis, no_nulls, problem, until_lapsed, wrong_members};
 use crate::on_every_store;
 use crate::support::{Client, Kind, Reply, Service, World, eventually};
 
@@ -194,7 +194,7 @@ on_every_store! {
     }
 
     async fn a_late_repeat_of_an_expired_attempt_is_refused(service) {
-        let first = claim(&service, attempt("k", "a", 100)).await.expect("claimed");
+        let first = claim(&service, attempt("k", "a", BRIEF)).await.expect("claimed");
         until_lapsed(&service, "k").await;
         for _ in 0..2 {
             let late = claim(&service, attempt("k", "a", 30_000)).await;
@@ -235,7 +235,7 @@ on_every_store! {
     }
 
     async fn a_grant_after_an_expiry_recovers_it(service) {
-        let first = service.claim("k", "a", 100).await.expect("claimed");
+        let first = service.claim("k", "a", BRIEF).await.expect("claimed");
         until_lapsed(&service, "k").await;
         let second = claim(&service, attempt("k", "b", 30_000)).await.expect("claimed");
         assert_eq!(second.body["recovered"], true);
@@ -247,7 +247,7 @@ on_every_store! {
     }
 
     async fn a_grant_after_an_expiry_that_was_told_recovers_it(service) {
-        let first = service.claim("k", "a", 100).await.expect("claimed");
+        let first = service.claim("k", "a", BRIEF).await.expect("claimed");
         service.until_expired("k", first.version()).await;
         let second = service.claim("k", "b", 30_000).await.expect("claimed");
         assert_eq!(second.body["recovered"], true);
@@ -263,7 +263,7 @@ on_every_store! {
     }
 
     async fn a_grant_after_a_release_recovers_nothing(service) {
-        let first = service.claim("k", "a", 100).await.expect("claimed");
+        let first = service.claim("k", "a", BRIEF).await.expect("claimed");
         service.until_expired("k", first.version()).await;
         let second = service.claim("k", "b", 30_000).await.expect("claimed");
         service.release("k", "b", second.version()).await.expect("released");
@@ -294,7 +294,7 @@ on_every_store! {
     async fn versions_rise_over_release_expiry_and_force(service) {
         let mut last = 0;
         for round in 0..6 {
-            let ttl = if round % 3 == 1 { 100 } else { 30_000 };
+            let ttl = if round % 3 == 1 { BRIEF } else { 30_000 };
             let version = service.claim("k", "a", ttl).await.expect("claimed").version();
             assert!(version > last && version < 1 << 53, "{version} after {last}");
             last = version;

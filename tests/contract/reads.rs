@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::check::{force, header, limit, no_nulls, problem, until_lapsed, wrong_members};
+use crate::check::{BRIEF, force, header, limit, no_nulls, problem, until_lapsed, wrong_members};
 use crate::on_every_store;
 use crate::support::{Client, Reply};
 
@@ -139,7 +139,7 @@ on_every_store! {
         let revoked = service.claim("k", "a", 60_000).await.expect("claimed").version();
         force(&service, "k", None).await.expect("released");
         assert_eq!(verify(&service, "k", revoked).await.body, stale);
-        let lapsed = service.claim("k", "a", 100).await.expect("claimed").version();
+        let lapsed = service.claim("k", "a", BRIEF).await.expect("claimed").version();
         until_lapsed(&service, "k").await;
         assert_eq!(verify(&service, "k", lapsed).await.body, stale);
     }
@@ -177,7 +177,7 @@ on_every_store! {
         let second = service.claim("k", "a", 60_000).await.expect("claimed").version();
         force(&service, "k", None).await.expect("released");
         assert_eq!(service.state("k").await, free(second));
-        let third = service.claim("k", "a", 100).await.expect("claimed").version();
+        let third = service.claim("k", "a", BRIEF).await.expect("claimed").version();
         until_lapsed(&service, "k").await;
         assert_eq!(service.state("k").await, free(third));
         service.until_expired("k", third).await;
@@ -247,7 +247,7 @@ on_every_store! {
             held.remove(key);
             free.insert(key.clone());
         }
-        service.claim("lapsed", "a", 100).await.expect("claimed");
+        service.claim("lapsed", "a", BRIEF).await.expect("claimed");
         until_lapsed(&service, "lapsed").await;
         free.insert("lapsed".to_owned());
         for limit in ["1", "5", "1000"] {

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::check::{force, limit, no_nulls, problem, until_lapsed, wrong_members};
+use crate::check::{BRIEF, force, limit, no_nulls, problem, until_lapsed, wrong_members};
 use crate::on_every_store;
 use crate::support::Client;
 
@@ -47,7 +47,7 @@ on_every_store! {
     /// Giving back a lease that was lost must not look like a real release
     /// (`spring-projects/spring-integration#9291`).
     async fn an_expired_lease_cannot_be_released(service) {
-        let first = service.claim("k", "a", 100).await.expect("claimed").version();
+        let first = service.claim("k", "a", BRIEF).await.expect("claimed").version();
         until_lapsed(&service, "k").await;
         for _ in 0..2 {
             let refused = service.release("k", "a", first).await;
@@ -140,7 +140,7 @@ on_every_store! {
         force(&service, "k", None).await.expect("not_held");
         // A release stays a release.
         service.release("k", "a", released).await.expect("released");
-        let lapsed = service.claim("k", "a", 100).await.expect("claimed").version();
+        let lapsed = service.claim("k", "a", BRIEF).await.expect("claimed").version();
         until_lapsed(&service, "k").await;
         force(&service, "k", Some(lapsed)).await.expect("not_held");
         service.renew("k", "a", lapsed).await.expect_stale("expired");

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::check::{force, limit, millis, no_nulls, problem, until_lapsed, wrong_members};
+use crate::check::{BRIEF, force, limit, millis, no_nulls, problem, until_lapsed, wrong_members};
 use crate::on_every_store;
 use crate::support::{Client, Reply};
 
@@ -27,12 +27,12 @@ on_every_store! {
         let granted = service.claim("k", "a", 30_000).await.expect("claimed");
         let before = millis(&granted.body["lease"]["expires_at"]);
         // Some time must pass for the end to be seen moving.
-        let other = service.claim("clock", "a", 100).await.expect("claimed").version();
+        let other = service.claim("clock", "a", BRIEF).await.expect("claimed").version();
         service.until_expired("clock", other).await;
         let renewed = service.renew("k", "a", granted.version()).await.expect("renewed");
         no_nulls(&renewed.body);
         let lease = &renewed.body["lease"];
-        assert!(millis(&lease["expires_at"]) >= before + 100);
+        assert!(millis(&lease["expires_at"]) >= before + BRIEF);
         assert_eq!(lease["ttl_ms"], 30_000);
         assert_eq!(lease["renew_after_ms"], 10_000);
         assert!(renewed.body["elapsed_ms"].as_i64().unwrap() >= 0);
@@ -85,7 +85,7 @@ on_every_store! {
     /// A renewal after the end must not succeed as if the lease had never been lost
     /// (`leandromoreira/redlock-rb#36`).
     async fn an_expired_lease_cannot_be_renewed(service) {
-        let granted = service.claim("k", "a", 100).await.expect("claimed").version();
+        let granted = service.claim("k", "a", BRIEF).await.expect("claimed").version();
         until_lapsed(&service, "k").await;
         for _ in 0..2 {
             let refused = renew_for(&service, "k", granted, 30_000).await;
@@ -99,7 +99,7 @@ on_every_store! {
     }
 
     async fn what_a_wait_told_to_be_over_cannot_be_renewed(service) {
-        let granted = service.claim("k", "a", 100).await.expect("claimed").version();
+        let granted = service.claim("k", "a", BRIEF).await.expect("claimed").version();
         service.until_expired("k", granted).await;
         service.renew("k", "a", granted).await.expect_stale("expired");
     }
@@ -163,7 +163,7 @@ on_every_store! {
     }
 
     async fn each_of_many_is_renewed_or_refused_by_itself(service) {
-        let expired = service.claim("expired", "a", 100).await.expect("claimed").version();
+        let expired = service.claim("expired", "a", BRIEF).await.expect("claimed").version();
         let held = service.claim("held", "a", 10_000).await.expect("claimed").version();
         let released = service.claim("released", "a", 10_000).await.expect("claimed").version();
         service.release("released", "a", released).await.expect("released");

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use serde_json::{Map, Value, json};
 
 use crate::check::{
-    claim, force, header, limit, no_nulls, problem, random_text, until_lapsed, wrong_members,
+    BRIEF, claim, force, header, limit, no_nulls, problem, random_text, until_lapsed, wrong_members,
 };
 use crate::on_every_store;
 use crate::support::{Client, Kind, Reply, Service};
@@ -978,7 +978,7 @@ async fn results_are_compact_begin_with_the_outcome_and_have_no_nulls() {
     let service = start().await;
     let granted = service.claim("k", "a", 60_000).await;
     let version = granted.version();
-    let short = service.claim("short", "a", 100).await;
+    let short = service.claim("short", "a", BRIEF).await;
     until_lapsed(&service, "short").await;
     let body = json!({"key": "k", "version": version});
     let replies = [

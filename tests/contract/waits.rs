@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tokio::task::JoinHandle;
 
-use crate::check::{force, no_nulls, problem, until_lapsed, wrong_members};
+use crate::check::{BRIEF, force, no_nulls, problem, until_lapsed, wrong_members};
 use crate::on_every_store;
 use crate::support::{Client, Reply};
 
@@ -94,7 +94,7 @@ on_every_store! {
         let held = service.claim("k", "a", 60_000).await.expect("claimed").version();
         service.release("k", "a", held).await.expect("released");
         over(&service.wait("k", None, 50_000).await, "not_held");
-        let lapsed = service.claim("l", "a", 100).await.expect("claimed").version();
+        let lapsed = service.claim("l", "a", BRIEF).await.expect("claimed").version();
         until_lapsed(&service, "l").await;
         over(&service.wait("l", None, 50_000).await, "not_held");
         assert!(sent.elapsed() < AT_ONCE);
