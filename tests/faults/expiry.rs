@@ -22,7 +22,8 @@ struct Seen {
     generations: usize,
     renewed: usize,
     refused: usize,
-    /// Renewals answered with success after a follower was told of the end.
+    /// Generations that were renewed, or still held the key, after a follower was told of their
+    /// end.
     revived: usize,
     /// Ends told before the end that a holder had been promised.
     early: usize,
@@ -49,8 +50,15 @@ async fn hold_and_follow(clients: Vec<Client>, key: String, end: Instant) -> See
     let mut seen = Seen::default();
     while Instant::now() < end {
         let claimed = clients[seen.generations % clients.len()].claim(&key, "holder", 250).await;
-        let version = claimed.expect("claimed");
-        let (mut promised, version) = (expires_at(&version), version.version());
+        if claimed.outcome() == "held" {
+            // The generation before this one, which was told to be over.
+            seen.revived += 1;
+            let version = claimed.body["holder"]["version"].as_i64();
+            clients[0].wait(&key, version, 10_000).await.expect("released");
+            continue;
+        }
+        let claimed = claimed.expect("claimed");
+        let (mut promised, version) = (expires_at(&claimed), claimed.version());
         let followers: Vec<_> = clients
             .iter()
             .map(|client| tokio::spawn(follow(client.clone(), key.clone(), version)))

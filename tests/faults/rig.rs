@@ -40,7 +40,8 @@ impl Store<LeaseMachine> for SlowStore {
     }
 
     async fn store(&self, lane: usize, link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
-        sleep(self.at_most.mul_f64(rand::random_range(0.0..1.0))).await;
+        // Mostly short and now and then long: so that others do a lot during the long ones.
+        sleep(self.at_most.mul_f64(rand::random_range(0.0..1.0_f64).powi(4))).await;
         self.inner.store(lane, link, writes).await
     }
 
