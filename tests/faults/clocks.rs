@@ -78,8 +78,7 @@ async fn ends_leases_when_set_forward(kind: Kind) {
     let service = serve(&world, &clock, CoordinatorOptions::default()).await;
     let version = service.claim("k", "a", 1_800_000).await.expect("claimed").version();
     let parked = service.client.clone();
-    let parked =
-        tokio::spawn(async move { parked.wait("k", Some(version), 3_000).await });
+    let parked = tokio::spawn(async move { parked.wait("k", Some(version), 3_000).await });
     service.until_waiters(1).await;
     clock.step_ms(HOUR_MS);
     service.renew("k", "a", version).await.expect_stale("expired");

@@ -79,7 +79,13 @@ async fn claim_through_kills(
             format!("key-{}", rand::random_range(0..8))
         };
         let lapses = rand::random_range(0..4) == 0;
-        let ttl_ms = if is_kept { 120_000 } else if lapses { 150 } else { 3_000 };
+        let ttl_ms = if is_kept {
+            120_000
+        } else if lapses {
+            150
+        } else {
+            3_000
+        };
         let invoked = Instant::now();
         let claim = json!({"key": key, "owner_id": owner, "ttl_ms": ttl_ms});
         let Ok(reply) = client.try_post("/v1/leases/claim", &claim).await else {
@@ -94,8 +100,7 @@ async fn claim_through_kills(
                     kept.push((key.clone(), grant.version));
                 } else if !lapses {
                     grant.release_invoked = Some(Instant::now());
-                    let release =
-                        json!({"key": key, "owner_id": owner, "version": grant.version});
+                    let release = json!({"key": key, "owner_id": owner, "version": grant.version});
                     let _ = client.try_post("/v1/leases/release", &release).await;
                 }
                 history.grants.entry(key).or_default().push(grant);
@@ -313,8 +318,15 @@ async fn a_store_that_cannot_be_reached_is_given_up_in_time() {
     let url = format!("postgres://nobody:secret@127.0.0.1:{port}/none");
     let started = Instant::now();
     let (code, error) = fails_in_one_line(&[
-        "serve", "--database-url", &url, "--listen", "127.0.0.1:0", "--connect-timeout", "1s",
-        "--log", "error",
+        "serve",
+        "--database-url",
+        &url,
+        "--listen",
+        "127.0.0.1:0",
+        "--connect-timeout",
+        "1s",
+        "--log",
+        "error",
     ]);
     let took = started.elapsed();
     assert_eq!(code, Some(1), "{error}");
@@ -399,7 +411,13 @@ async fn without_migration_an_empty_database_is_refused_with_a_hint() {
     for kind in [Kind::Sqlite, Kind::Postgres] {
         let world = World::new(kind).await;
         let (code, error) = fails_in_one_line(&[
-            "serve", "--database-url", &world.url(), "--listen", "127.0.0.1:0", "--migrate", "off",
+            "serve",
+            "--database-url",
+            &world.url(),
+            "--listen",
+            "127.0.0.1:0",
+            "--migrate",
+            "off",
         ]);
         assert_eq!(code, Some(2), "{kind:?}: {error}");
         assert!(error.contains("fencepost migrate"), "{kind:?}: {error}");

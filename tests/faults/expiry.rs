@@ -226,9 +226,7 @@ async fn what_holds_is_never_told_over(kind: Kind) {
     let started = Instant::now();
     let renewals: Vec<_> = (0..LOAD)
         .step_by(1_000)
-        .map(|first| {
-            tokio::spawn(renew_thousand(service.client.clone(), first, versions.clone()))
-        })
+        .map(|first| tokio::spawn(renew_thousand(service.client.clone(), first, versions.clone())))
         .collect();
     let mut renewed = 0;
     for renewal in renewals {

@@ -47,19 +47,13 @@ async fn refused_claims(client: Client, key: &'static str, end: Instant) -> (usi
 }
 
 /// Runs claims on the locked key and elsewhere, while `session` has it locked.
-async fn work_around(
-    service: &Service,
-    mut session: PgConnection,
-    key: &'static str,
-    what: &str,
-) {
+async fn work_around(service: &Service, mut session: PgConnection, key: &'static str, what: &str) {
     let end = Instant::now() + LOCKED_FOR;
     let workers: Vec<_> = (0..8)
         .map(|number| tokio::spawn(work_elsewhere(service.client.clone(), number, end)))
         .collect();
-    let blocked: Vec<_> = (0..4)
-        .map(|_| tokio::spawn(refused_claims(service.client.clone(), key, end)))
-        .collect();
+    let blocked: Vec<_> =
+        (0..4).map(|_| tokio::spawn(refused_claims(service.client.clone(), key, end))).collect();
     let mut took = Vec::new();
     for worker in workers {
         took.extend(worker.await.unwrap());
@@ -220,7 +214,11 @@ async fn claim_and_reset(client: &Client, claim: &Value, patience: Duration) -> 
 
 /// Gives up `count` claims at random moments, half of them politely; the keys of those that had
 /// no reply yet.
-async fn leave(client: &Client, count: usize, attempt: impl Fn(usize) -> Option<Uuid>) -> HashSet<String> {
+async fn leave(
+    client: &Client,
+    count: usize,
+    attempt: impl Fn(usize) -> Option<Uuid>,
+) -> HashSet<String> {
     let calls: Vec<_> = (0..count)
         .map(|number| {
             let (client, key) = (client.clone(), format!("left-{number}"));
@@ -371,8 +369,7 @@ async fn a_caller_that_leaves_the_line_passes_its_turn_on() {
     for _ in 0..100 {
         let version = service.claim("k", "holder", 30_000).await.expect("claimed").version();
         let claim = |owner: &str| {
-            let claim =
-                json!({"key": "k", "owner_id": owner, "ttl_ms": 30_000, "wait_ms": 20_000});
+            let claim = json!({"key": "k", "owner_id": owner, "ttl_ms": 30_000, "wait_ms": 20_000});
             let client = Client::new(service.base.clone());
             tokio::spawn(async move { client.post("/v1/leases/claim", claim).await })
         };

@@ -17,10 +17,7 @@ async fn two_replicas() -> (World, Service, Service) {
     let mut services = rig::replicas(&world, &CoordinatorOptions::default(), None).await;
     let (b, a) = (services.pop().unwrap(), services.pop().unwrap());
     for service in [&a, &b] {
-        eventually(|| async {
-            service.get("/readyz").await.body["wake_path"] == "listen"
-        })
-        .await;
+        eventually(|| async { service.get("/readyz").await.body["wake_path"] == "listen" }).await;
     }
     (world, a, b)
 }
@@ -41,6 +38,8 @@ async fn a_release_is_told_on_the_other_replica() {
         let released = Instant::now();
         a.release("k", "holder", version).await.expect("released");
         told_after.push(waiting.await.unwrap() - released);
+        let slow = told_after.iter().filter(|told| told.as_secs() >= 1).count();
+        assert!(slow <= 5, "{slow} of {} rounds took over a second", told_after.len());
     }
     let (p50, p99) = (percentile(&mut told_after, 0.5), percentile(&mut told_after, 0.99));
     let most = percentile(&mut told_after, 1.0);
@@ -96,22 +95,33 @@ async fn an_expiry_is_told_promptly() {
 }
 
 /// Releases on A race waits on B: the longest time from when both the release was answered and
-/// the wait was sent until the wait was answered.
-async fn race(a: &Client, b: &Client, keys: usize, rounds: usize) -> (Duration, usize) {
+/// the wait was sent until the wait was answered, and how many took over 250 ms. The race is
+/// called off once one has taken longer than `bound`.
+async fn race(
+    (a, b): (&Client, &Client),
+    (keys, rounds): (usize, usize),
+    bound: Duration,
+) -> (Duration, usize) {
     let slow = Arc::new(AtomicUsize::new(0));
+    let called_off = Arc::new(AtomicBool::new(false));
     let races: Vec<_> = (0..keys)
         .map(|number| {
             let (a, b, slow) = (a.clone(), b.clone(), Arc::clone(&slow));
+            let called_off = Arc::clone(&called_off);
             tokio::spawn(async move {
                 let key = format!("key-{number}");
                 let mut longest = Duration::ZERO;
                 for _ in 0..rounds {
+                    if called_off.load(Ordering::Relaxed) {
+                        break;
+                    }
                     let version = a.claim(&key, "holder", 60_000).await.expect("claimed").version();
                     let (before_wait, before_release) = match rand::random_range(-4_000..4_000) {
                         offset @ 0.. => (offset, 0),
                         offset => (0, -offset),
                     };
-                    let pause = |micros: i32| sleep(Duration::from_micros(micros.unsigned_abs().into()));
+                    let pause =
+                        |micros: i32| sleep(Duration::from_micros(micros.unsigned_abs().into()));
                     let waiting = async {
                         pause(before_wait).await;
                         let sent = Instant::now();
@@ -126,6 +136,7 @@ async fn race(a: &Client, b: &Client, keys: usize, rounds: usize) -> (Duration, 
                     let ((sent, told), released) = tokio::join!(waiting, releasing);
                     let took = told.saturating_duration_since(sent.max(released));
                     slow.fetch_add(usize::from(took.as_millis() > 250), Ordering::Relaxed);
+                    called_off.fetch_or(took > bound, Ordering::Relaxed);
                     longest = longest.max(took);
                 }
                 longest
@@ -144,14 +155,15 @@ async fn no_wake_up_is_lost_in_a_race() {
     let _alone = rig::alone().await;
     let (_world, a, b) = two_replicas().await;
     let started = Instant::now();
-    let (longest, slow) = race(&a, &b, 50, 200).await;
+    let bound = Duration::from_secs(1);
+    let (longest, slow) = race((&a, &b), (50, 200), bound).await;
     println!(
         "figure: 10,000 releases on A racing waits on B, in {} s: the longest wait after the \
          release took {} ms (bound 1,000 ms), {slow} took over 250 ms",
         started.elapsed().as_secs(),
         longest.as_millis(),
     );
-    assert!(longest <= Duration::from_secs(1));
+    assert!(longest <= bound);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -179,7 +191,8 @@ async fn no_wake_up_is_lost_while_listeners_die() {
         killed
     });
     let started = Instant::now();
-    let (longest, slow) = race(&a, &b, 20, 200).await;
+    let bound = Duration::from_secs(2);
+    let (longest, slow) = race((&a, &b), (20, 200), bound).await;
     is_over.store(true, Ordering::Relaxed);
     let killed = killing.await.unwrap();
     println!(
@@ -190,7 +203,7 @@ async fn no_wake_up_is_lost_while_listeners_die() {
         longest.as_millis(),
     );
     assert!(killed > 4, "too few listeners died to prove anything");
-    assert!(longest <= Duration::from_secs(2));
+    assert!(longest <= bound);
     // And it recovers by itself.
     for service in [&a, &b] {
         eventually(|| async { service.get("/readyz").await.body["wake_path"] == "listen" }).await;
