@@ -2,7 +2,11 @@
 //!
 //! It answers one question in a way that can be relied on: *who may do this now?* A lease gives a
 //! key to one owner until it is released or its time is over, with a version that fences off every
-//! owner before. The rules, and what they promise, stand in [`domain::lease`].
+//! owner before; the rules stand in [`domain::lease`]. A leader is a lease. An execution, or the
+//! stored response of a write, is claimed like a lease and then completed, once and for all; the
+//! rules stand in [`domain::record`].
+//!
+//! Programs in Rust can do without the HTTP service: see [`coordinator`].
 //!
 //! # The map
 //!
@@ -12,7 +16,7 @@
 //! | [`store`] | where rows are kept: all SQL | `domain` |
 //! | [`engine`] | batches, wake-ups, waiting | `store`, `domain` |
 //! | [`coordinator`] | the service in-process | `engine` |
-//! | [`http`] | the service over HTTP | `coordinator` |
+//! | [`http`] | the service over HTTP | `coordinator`, and the words of those above |
 //! | [`cli`], [`config`] | the binary | all |
 //! | [`telemetry`], [`shutdown`] | metrics, logs, the end of tasks | nothing of ours |
 //!

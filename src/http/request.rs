@@ -516,7 +516,10 @@ mod tests {
 
     fn errors(body: &str) -> Vec<String> {
         match read::<Sample>(Fields::from_json(body.as_bytes())) {
-            Ok(_) => Vec::new(),
+            Ok(Sample { key, ttl_ms }) => {
+                assert!(!key.as_str().is_empty() && ttl_ms.is_none_or(|ttl| ttl.as_millis() > 0));
+                Vec::new()
+            }
             Err(problem) => {
                 let code = problem.code();
                 let errors = problem.into_errors().into_iter();

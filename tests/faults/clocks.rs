@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
-use fencepost::coordinator::{Coordinator, CoordinatorOptions};
+use fencepost::coordinator::{Coordinator, CoordinatorOptions, Stores};
 use fencepost::domain::time::Timestamp;
 use fencepost::engine::Hub;
 use fencepost::store::clock::TimeSource;
@@ -58,14 +58,13 @@ async fn serve(world: &World, clock: &Clock, options: CoordinatorOptions) -> Ser
     let hub = Arc::new(Hub::default());
     let coordinator = match world.kind {
         Kind::Memory => {
-            let store = Arc::new(MemoryStore::with_time(clock.source()));
-            Coordinator::on(Arc::clone(&store) as _, store, hub, &options)
+            let store = MemoryStore::with_time(clock.source());
+            Coordinator::on(Stores::of(store), hub, options.clone())
         }
         Kind::Sqlite => {
             let file = world.sqlite_file();
             let store = SqliteStore::open_with_time(&file, true, clock.source()).await.unwrap();
-            let store = Arc::new(store);
-            Coordinator::on(Arc::clone(&store) as _, store, hub, &options)
+            Coordinator::on(Stores::of(store), hub, options.clone())
         }
         Kind::Postgres => panic!("its clock is the database's"),
     };

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use fencepost::coordinator::{ClaimRequest, CoordinatorOptions};
-use fencepost::domain::ids::{Name, Namespace, OwnerId};
+use fencepost::coordinator::{ClaimLease, CoordinatorOptions};
+use fencepost::domain::ids::{Name, OwnerId};
 use fencepost::domain::time::Ttl;
 use fencepost::http::App;
 use futures_util::future::join_all;
@@ -129,7 +129,7 @@ async fn claim_herd(
     is_over: Arc<AtomicBool>,
     end: Instant,
 ) -> Tally {
-    let (leases, namespace) = (app.coordinator.leases(), Namespace::default_namespace());
+    let leases = app.coordinator.leases();
     let mut tally = Tally::default();
     for round in 0.. {
         // One of them decides for both whether this is the end.
@@ -143,15 +143,14 @@ async fn claim_herd(
         let mut keys: Vec<String> = (0..HERD).map(|i| format!("herd-{round}-{i:03}")).collect();
         keys.shuffle(&mut rand::rng());
         let claims = keys.into_iter().map(|key| {
-            let request = ClaimRequest {
+            let request = ClaimLease {
                 owner_id: OwnerId::new("herd").unwrap(),
                 ttl: Ttl::from_millis(2_000).unwrap(),
                 attempt_id: None,
                 metadata: None,
                 wait: Duration::ZERO,
             };
-            let namespace = &namespace;
-            async move { leases.claim(namespace, &Name::new(key).unwrap(), request).await }
+            async move { leases.claim(&Name::new(key).unwrap(), request).await }
         });
         for reply in join_all(claims).await {
             tally.claims += 1;

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use fencepost::coordinator::{ClaimRequest, CoordinatorOptions, WaitOutcome};
-use fencepost::domain::ids::{Name, Namespace, OwnerId};
+use fencepost::coordinator::{ClaimLease, CoordinatorOptions, WaitOutcome};
+use fencepost::domain::ids::{Name, OwnerId};
 use fencepost::domain::lease::ClaimOutcome;
 use fencepost::domain::time::Ttl;
 use fencepost::domain::version::Version;
@@ -154,16 +154,15 @@ async fn claim_all(service: &Service) -> Vec<Version> {
         .map(|number| {
             let app = service.app.clone();
             tokio::spawn(async move {
-                let request = ClaimRequest {
+                let request = ClaimLease {
                     owner_id: OwnerId::new("holder").unwrap(),
                     ttl: Ttl::from_millis(60_000).unwrap(),
                     attempt_id: None,
                     metadata: None,
                     wait: Duration::ZERO,
                 };
-                let namespace = Namespace::default_namespace();
                 let leases = app.coordinator.leases();
-                match leases.claim(&namespace, &name(number), request).await.unwrap().keep().0 {
+                match leases.claim(&name(number), request).await.unwrap().keep().0 {
                     ClaimOutcome::Claimed { lease, .. } => lease.version,
                     other => panic!("{other:?}"),
                 }
@@ -185,10 +184,9 @@ async fn wait_for_all(service: &Service, versions: &[Version]) -> (usize, usize,
         .map(|(number, &version)| {
             let app = service.app.clone();
             tokio::spawn(async move {
-                let namespace = Namespace::default_namespace();
                 let wait = Duration::from_millis(300);
                 let leases = app.coordinator.leases();
-                let reply = leases.wait(&namespace, &name(number), Some(version), wait).await;
+                let reply = leases.wait(&name(number), Some(version), wait).await;
                 reply.map(|reply| reply.keep().0)
             })
         })

@@ -3,6 +3,19 @@
 //! These tests measure, so they run one at a time, whatever the test runner does. Each prints its
 //! figures in lines that begin with `figure:`.
 
+#![expect(
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::disallowed_types,
+    clippy::disallowed_methods,
+    clippy::float_cmp,
+    clippy::cast_precision_loss,
+    clippy::similar_names,
+    clippy::items_after_statements,
+    clippy::single_match_else,
+    reason = "a test fails by panicking, makes its own databases, shares helpers and counts little"
+)]
+
 #[path = "../support/mod.rs"]
 mod support;
 

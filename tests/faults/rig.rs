@@ -5,16 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
-use fencepost::coordinator::{Coordinator, CoordinatorOptions};
+use fencepost::coordinator::{Coordinator, CoordinatorOptions, Stores};
 use fencepost::domain::ids::Key;
 use fencepost::domain::lease::{Lease, LeaseMachine};
 use fencepost::engine::Hub;
 use fencepost::store::memory::MemoryStore;
 use fencepost::store::postgres::PostgresStore;
 use fencepost::store::sqlite::SqliteStore;
-use fencepost::store::{
-    Backend, Link, ListQuery, Listed, Loaded, Store, StoreError, Stored, Waker, Write,
-};
+use fencepost::store::{Link, ListQuery, Listed, Loaded, Store, StoreError, Stored, Waker, Write};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::time::sleep;
 
@@ -58,25 +56,17 @@ pub(crate) async fn slow_replica(
 ) -> Service {
     let options = CoordinatorOptions { metrics: Arc::default(), ..options.clone() };
     let hub = Arc::new(Hub::default());
-    let (backend, inner): (Arc<dyn Backend>, Arc<dyn Store<LeaseMachine>>) = match world.kind {
-        Kind::Memory => {
-            let store = Arc::new(MemoryStore::new());
-            (Arc::clone(&store) as _, store as _)
-        }
-        Kind::Sqlite => {
-            let store = Arc::new(SqliteStore::open(&world.sqlite_file(), true).await.unwrap());
-            (Arc::clone(&store) as _, store as _)
-        }
+    let stores = match world.kind {
+        Kind::Memory => Stores::of(MemoryStore::new()),
+        Kind::Sqlite => Stores::of(SqliteStore::open(&world.sqlite_file(), true).await.unwrap()),
         Kind::Postgres => {
             let waker = Arc::clone(&hub) as Arc<dyn Waker>;
             let (urls, metrics) = ([world.url()], Arc::clone(&options.metrics));
-            let store = PostgresStore::open(&urls, None, true, waker, metrics).await.unwrap();
-            let store = Arc::new(store);
-            (Arc::clone(&store) as _, store as _)
+            Stores::of(PostgresStore::open(&urls, None, true, waker, metrics).await.unwrap())
         }
     };
-    let store = Arc::new(SlowStore { inner, at_most });
-    let coordinator = Coordinator::on(backend, store, hub, &options);
+    let leases = Arc::new(SlowStore { inner: Arc::clone(&stores.leases), at_most });
+    let coordinator = Coordinator::on(Stores { leases, ..stores }, hub, options.clone());
     Service::on(coordinator, options.metrics).await
 }
 
