@@ -32,6 +32,8 @@ struct Tally {
     claims: usize,
     renewals: usize,
     releases: usize,
+    /// The slowest call of the fleet or the herd.
+    slowest: Duration,
     /// Replies of 5xx, or items that were not answered.
     failures: Vec<String>,
 }
@@ -109,7 +111,9 @@ async fn renew_fleet(client: Client, mut fleet: Vec<Value>, end: Instant) -> Tal
     while Instant::now() < end {
         fleet.shuffle(&mut rand::rng());
         let body = json!({"owner_id": "fleet", "items": fleet});
+        let sent = Instant::now();
         let reply = client.post("/v1/leases/renew-many", body).await;
+        tally.slowest = tally.slowest.max(sent.elapsed());
         tally.note("renew-many of the fleet", reply.status, &reply.text);
         for result in reply.body["results"].as_array().into_iter().flatten() {
             tally.renewals += 1;
@@ -152,7 +156,10 @@ async fn claim_herd(
             };
             async move { leases.claim(&Name::new(key).unwrap(), request).await }
         });
-        for reply in join_all(claims).await {
+        let sent = Instant::now();
+        let replies = join_all(claims).await;
+        tally.slowest = tally.slowest.max(sent.elapsed());
+        for reply in replies {
             tally.claims += 1;
             match reply {
                 Ok(reply) => drop(reply.keep()),
@@ -214,6 +221,7 @@ async fn overlapping_batches_never_deadlock() {
         total.claims += tally.claims;
         total.renewals += tally.renewals;
         total.releases += tally.releases;
+        total.slowest = total.slowest.max(tally.slowest);
         total.failures.extend(tally.failures);
     }
     let (mut retries, mut deleted, mut refused) = (0.0, 0.0, 0.0);
@@ -232,13 +240,14 @@ async fn overlapping_batches_never_deadlock() {
     println!(
         "figure: two replicas for {} s: {} operations ({} claims, {} renewals, {} releases), \
          {retries} writes retried, {refused} refused, {deleted} keys deleted, \
-         {deadlocks} deadlocks, {} failures",
+         {deadlocks} deadlocks, {} failures; the slowest call for {FLEET} keys took {} ms",
         RUN_FOR.as_secs(),
         total.claims + total.renewals + total.releases,
         total.claims,
         total.renewals,
         total.releases,
         total.failures.len(),
+        total.slowest.as_millis(),
     );
     assert_eq!(deadlocks, 0);
     assert!(total.failures.is_empty(), "{:#?}", &total.failures[..total.failures.len().min(5)]);
