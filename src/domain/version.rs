@@ -17,6 +17,13 @@ impl Version {
     /// microseconds, about twelve days: one bogus clock must not use up a key for good.
     const LAST_STAMP: i64 = (1 << 53) - (1 << 40);
 
+    /// Whether a clock that says `now` can be right. Nothing may be decided on one that cannot, and
+    /// nothing deleted.
+    #[must_use]
+    pub const fn is_plausible(now: Timestamp) -> bool {
+        now.as_micros() > 0 && now.as_micros() <= Self::LAST_STAMP
+    }
+
     /// A version; `None` outside 1 ..= 2^53 − 1.
     #[must_use]
     pub const fn new(value: i64) -> Option<Self> {
@@ -45,7 +52,7 @@ impl Version {
     pub fn next(previous: Option<Self>, floor: i64, now: Timestamp) -> Option<Self> {
         let previous = previous.map_or(0, Self::get);
         let stamp = previous.max(floor).checked_add(1)?.max(now.as_micros());
-        (stamp <= Self::LAST_STAMP && now.as_micros() > 0).then_some(Self(stamp))
+        (stamp <= Self::LAST_STAMP && Self::is_plausible(now)).then_some(Self(stamp))
     }
 }
 

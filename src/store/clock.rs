@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::domain::time::Timestamp;
+use crate::domain::version::Version;
 
 /// Where time comes from: the wall clock, and a monotonic one.
 #[derive(Clone)]
@@ -47,7 +48,8 @@ impl TimeSource {
 ///
 /// A wall clock that jumps ahead ends leases early, which is safe, and covers a suspended machine,
 /// whose monotonic clock stood still. One that jumps back is overruled by the monotonic clock, so
-/// leases are neither extended nor revived.
+/// leases are neither extended nor revived. One that says what no clock can is told as it is, and
+/// forgotten when it is right again.
 #[derive(Debug)]
 pub struct EmbeddedClock {
     source: TimeSource,
@@ -68,7 +70,12 @@ impl EmbeddedClock {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let monotonic = (self.source.monotonic)();
         let carried_on = last.0.plus(monotonic.saturating_sub(last.1));
-        *last = ((self.source.wall)().max(carried_on), monotonic);
+        let wall = (self.source.wall)();
+        if !Version::is_plausible(wall) && wall > carried_on {
+            // Told, so that nothing is decided on it, but not remembered: it may be mended.
+            return wall;
+        }
+        *last = (wall.max(carried_on), monotonic);
         last.0
     }
 }

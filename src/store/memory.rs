@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
     Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, Row, Store, StoreError,
-    Stored, WakePath, Write,
+    Stored, WakePath, Write, plausible,
 };
 use crate::domain::Machine;
 use crate::domain::ids::{Key, Kind, Name, Namespace, Scope};
@@ -282,7 +282,7 @@ impl Backend for MemoryStore {
         after: Option<Cursor>,
     ) -> Result<Cleaned, StoreError> {
         let mut tables = self.tables();
-        let now = self.clock.now();
+        let now = plausible(self.clock.now())?;
         let after = after.unwrap_or_else(Cursor::first);
         let cleaned = match after.table {
             CursorTable::Leases => tables.clean_up::<LeaseMachine>(retention, now, &after),

@@ -203,6 +203,14 @@ pub struct Cleaned {
     pub next: Option<Cursor>,
 }
 
+/// The time, for clean-up: a bogus clock must not delete what is in use.
+fn plausible(now: Timestamp) -> Result<Timestamp, StoreError> {
+    if Version::is_plausible(now) {
+        return Ok(now);
+    }
+    Err(StoreError::Away("the clock is beyond what can be counted".into()))
+}
+
 impl Cleaned {
     /// At the end of one table, goes on with the next.
     fn or_next_table(mut self, after: &Cursor) -> Self {

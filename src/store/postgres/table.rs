@@ -130,11 +130,13 @@ macro_rules! statements {
                 ORDER BY key
                 LIMIT $8"
             ),
-            // Looks at the next rows in the order of their keys; whether each is idle.
+            // Looks at the next rows in the order of their keys; whether each is idle. A clock
+            // beyond what can be counted (2^53 - 2^40 µs) must not delete what is in use.
             scan: concat!(
                 "/* scan ", $table, " */
                 SELECT kind, namespace, scope, key,
                        ", $idle, " <= (extract(epoch FROM now()) * 1000000)::bigint
+                         AND now() < '2255-05-01'
                 FROM ", $table, " AS l
                 WHERE (kind, namespace, scope, key) > ($2, $3, $4, $5)
                 ORDER BY kind, namespace, scope, key
@@ -151,6 +153,7 @@ macro_rules! statements {
                       ON l.kind = n.kind AND l.namespace = n.namespace AND l.scope = n.scope
                      AND l.key = n.key
                     WHERE ", $idle, " <= (extract(epoch FROM now()) * 1000000)::bigint
+                      AND now() < '2255-05-01'
                     ORDER BY l.kind, l.namespace, l.scope, l.key
                     FOR UPDATE OF l SKIP LOCKED
                 ), deleted AS (

@@ -23,12 +23,13 @@ use tokio::time::timeout;
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
     Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, OpenError, Store,
-    StoreError, Stored, WakePath, Write,
+    StoreError, Stored, WakePath, Write, plausible,
 };
 use crate::domain::ids::Key;
 use crate::domain::lease::LeaseMachine;
 use crate::domain::record::RecordMachine;
 use crate::domain::time::Timestamp;
+use crate::domain::version::Version;
 
 use table::Table;
 
@@ -173,7 +174,9 @@ impl Shared {
         let floor = *floor;
         let stored = transaction(connection, async |connection| {
             let stored = table::store::<T>(connection, writes, floor).await?;
-            record_clock(connection, now).await?;
+            if Version::is_plausible(now) {
+                record_clock(connection, now).await?;
+            }
             Ok(stored)
         });
         stored.await.unwrap_or_else(|error| {
@@ -190,7 +193,7 @@ impl Shared {
     ) -> Result<Cleaned, StoreError> {
         let mut file = self.file.lock().await;
         let file = file.as_mut().ok_or_else(closed)?;
-        let now = self.clock.now();
+        let now = plausible(self.clock.now())?;
         let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
         let after = after.unwrap_or_else(Cursor::first);
         let cleaned = transaction(&mut file.connection, async |connection| match after.table {
@@ -297,7 +300,7 @@ impl Backend for SqliteStore {
         let checking = tokio::spawn(async move {
             let mut file = shared.file.lock().await;
             let file = file.as_mut().ok_or_else(closed)?;
-            let now = shared.clock.now();
+            let now = plausible(shared.clock.now())?;
             record_clock(&mut file.connection, now).await.map_err(|error| away(&error))
         });
         in_time(async { checking.await.unwrap_or_else(|error| Err(failed(&error))) }).await
