@@ -26,8 +26,9 @@ use crate::coordinator::{ClaimLease, Reply, WaitOutcome};
 use crate::domain::ids::{Name, OwnerId, Prefix, Reason};
 use crate::domain::lease::{
     ClaimOutcome, ForceReleaseOutcome, Lease, OverReason, Reference, ReleaseOutcome, RenewOutcome,
+    Status,
 };
-use crate::domain::time::Ttl;
+use crate::domain::time::{Timestamp, Ttl};
 use crate::domain::version::Version;
 use crate::engine::EngineError;
 use crate::store::StoreClock;
@@ -44,6 +45,33 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(get_lease_state))
         .routes(routes!(list_leases))
         .routes(routes!(force_release_lease))
+}
+
+/// A claim that is read and answered like any other, without engine and store: what HTTP alone
+/// costs.
+pub(super) fn floor() -> axum::Router<Arc<App>> {
+    axum::Router::new().route("/bench/floor", axum::routing::post(claim_nothing))
+}
+
+async fn claim_nothing(
+    Extension(received): Extension<Received>,
+    Strict(request): Strict<ClaimLeaseRequest>,
+) -> Response {
+    let now = Timestamp::from_micros(1_796_025_600_000_000);
+    let lease = Lease {
+        version: Version::from_stored(now.as_micros()),
+        status: Status::Held,
+        owner_id: request.owner_id,
+        attempt_id: request.attempt_id,
+        grant_id: 0,
+        ttl: request.ttl_ms,
+        acquired_at: now,
+        expires_at: now.after(request.ttl_ms),
+        recovered_from: None,
+        metadata: request.metadata.map(|Metadata(text)| text),
+    };
+    let clock = StoreClock { now, sent: std::time::Instant::now() };
+    claimed(&request.key, &lease, false, clock, received.elapsed_ms())
 }
 
 /// The largest body of a `-many` call.
@@ -163,16 +191,9 @@ async fn claim_lease(
     let (outcome, clock) = reply.keep();
     let elapsed_ms = received.elapsed_ms();
     match outcome {
-        ClaimOutcome::Claimed { lease, repeated } => Ok(ok(ClaimLeaseResult {
-            outcome: "claimed",
-            repeated: Some(repeated),
-            recovered: lease.recovered_from.map(|_| true),
-            previous_version: lease.recovered_from.map(Version::get),
-            lease: Some(LeaseBody::new(Subject::Lease(&key), &lease, clock)),
-            holder: None,
-            retry_after_ms: None,
-            elapsed_ms,
-        })),
+        ClaimOutcome::Claimed { lease, repeated } => {
+            Ok(claimed(&key, &lease, repeated, clock, elapsed_ms))
+        }
         ClaimOutcome::Held(lease) => {
             let holder = Holder::new(&lease, clock);
             Ok(ok(ClaimLeaseResult {
@@ -189,6 +210,25 @@ async fn claim_lease(
         ClaimOutcome::Free => Err(EngineError::Internal("a claim was not decided".into()).into()),
         ClaimOutcome::Stale(stale) => Err(stale_lease(&stale, clock)),
     }
+}
+
+fn claimed(
+    key: &Name,
+    lease: &Lease,
+    repeated: bool,
+    clock: StoreClock,
+    elapsed_ms: i64,
+) -> Response {
+    ok(ClaimLeaseResult {
+        outcome: "claimed",
+        repeated: Some(repeated),
+        recovered: lease.recovered_from.map(|_| true),
+        previous_version: lease.recovered_from.map(Version::get),
+        lease: Some(LeaseBody::new(Subject::Lease(key), lease, clock)),
+        holder: None,
+        retry_after_ms: None,
+        elapsed_ms,
+    })
 }
 
 request! {

@@ -14,5 +14,5 @@ mod shape;
 mod token;
 
 pub use openapi::Documents;
-pub use router::{App, documents, router};
+pub use router::{App, documents, router, router_with_floor};
 pub use serve::serve;

@@ -68,12 +68,27 @@ pub fn documents() -> Documents {
 
 /// The service as a router.
 pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<App>) {
+    build(coordinator, metrics, Router::new())
+}
+
+/// The service, and beside it `/bench/floor`: what the benchmark measures it against.
+#[doc(hidden)]
+pub fn router_with_floor(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<App>) {
+    build(coordinator, metrics, leases::floor())
+}
+
+fn build(
+    coordinator: Coordinator,
+    metrics: Arc<Metrics>,
+    more: Router<Arc<App>>,
+) -> (Router, Arc<App>) {
     let (routes, api) = api().split_for_parts();
     let documents = Documents::of(&api);
     let app = Arc::new(App { coordinator, metrics, documents });
     let no_store = HeaderValue::from_static("no-store");
     let served = routes
         .merge(operations::pages())
+        .merge(more)
         .fallback(|uri: Uri| async move { Problem::route_not_found(uri.path()) })
         .method_not_allowed_fallback(|method: Method| async move {
             Problem::method_not_allowed(method.as_str())
