@@ -33,8 +33,8 @@ lint: ## Check formatting, clippy and the shell scripts
 	else echo "shellcheck is not installed: scripts not checked"; fi
 
 .PHONY: bench
-bench: ## Run the benchmarks (none yet)
-	@echo "There are no benchmarks yet: they arrive with the performance work."
+bench: ## Measure the service against its floor, the naive way, Redis and etcd
+	scripts/with-postgres cargo bench --locked --bench load -- $(ARGS)
 
 .PHONY: openapi
 openapi: ## Regenerate the OpenAPI documents from the code
