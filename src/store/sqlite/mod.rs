@@ -140,6 +140,10 @@ async fn connect(path: &Path) -> Result<SqliteConnection, OpenError> {
         .journal_mode(SqliteJournalMode::Wal)
         .synchronous(SqliteSynchronous::Full)
         .busy_timeout(BUSY_TIMEOUT)
+        // In KiB: keys are met in no order, so pages that are not in here are read again and again.
+        .pragma("cache_size", "-65536")
+        // In pages: a batch should seldom have to move the log's pages into the file.
+        .pragma("wal_autocheckpoint", "4000")
         .disable_statement_logging()
         .connect()
         .await
