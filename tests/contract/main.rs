@@ -14,6 +14,7 @@ mod support;
 
 mod check;
 mod claims;
+mod executions;
 mod field_cases;
 mod layers;
 mod model;
