@@ -305,16 +305,18 @@ on_every_store! {
         let version = claim(&service, "x", "a", 60_000).await.expect("claimed").version();
         let before = standing(&service, "x").await;
         let of = |bytes: usize| format!("\"{}\"", random_text(bytes - 2, "abcé😀"));
-        for over in [most + 1, most + 1_000, 2 * most] {
+        for over in [most + 1, most + 60_000] {
             let reply = complete(&service, "x", "a", version, &of(over)).await;
             problem(&reply, 413, "payload_too_large");
             assert_eq!(reply.body["limit"], "result_bytes");
         }
+        // So large that it is not read to its end.
         let mut body = reference("x", "a", version).to_string();
         body.truncate(body.len() - 1);
-        let body = format!("{body},\"result\":{}}}", of(2 * most));
+        let body = format!("{body},\"result\":{}}}", of(4 * most));
         let request = post_chunked("/v1/executions/complete", body.as_bytes(), 60_000);
-        assert_eq!(exchange(&service.base, request).await.status, 413);
+        let reply = exchange(&service.base, request).await;
+        assert!(matches!(reply.status, 413 | 0), "{}", reply.head);
         assert_eq!(standing(&service, "x").await, before);
         let result = of(most);
         assert_eq!(result.len(), most);
@@ -1008,7 +1010,7 @@ on_every_store! {
         let service = world.serve(CoordinatorOptions::default()).await;
         let version = claim(&service, "runs", "a", 60_000).await.expect("claimed").version();
         let done = claim(&service, "done", "a", 60_000).await.expect("claimed").version();
-        let result = RESULTS[16];
+        let result = r#"{"z": 1,"a":1.0, "a":2}"#;
         complete(&service, "done", "a", done, result).await.expect("completed");
         service.stop().await;
         let service = world.serve(CoordinatorOptions::default()).await;

@@ -16,6 +16,7 @@ mod check;
 mod claims;
 mod executions;
 mod field_cases;
+mod idempotency;
 mod layers;
 mod model;
 mod operations;
