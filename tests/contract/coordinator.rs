@@ -1,7 +1,7 @@
 //! The service without HTTP, as a program in Rust uses it.
 
-use std::sync::{Arc, Mutex};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -176,7 +176,8 @@ async fn a_store_is_named_by_its_url() {
         assert_eq!(coordinator.backend().name(), name);
         coordinator.close().await;
     }
-    for url in ["", "mysql://h/d", "sqlite:", "sqlite::memory:", "memory:x", "postgres:/h", "/x.db"] {
+    for url in ["", "mysql://h/d", "sqlite:", "sqlite::memory:", "memory:x", "postgres:/h", "/x.db"]
+    {
         match Coordinator::open(url, CoordinatorOptions::default()).await {
             Err(OpenError::Configuration(reason)) => assert!(!reason.is_empty()),
             other => panic!("{url}: {other:?}"),
@@ -207,7 +208,13 @@ async fn two_coordinators_on_one_database_share_what_they_hold() {
     let run = granted(run.keep().0);
     let (there, id) = (two.clone(), k.clone());
     let waiting = tokio::spawn(async move {
-        there.executions().claim(&id, execution("b", Duration::from_secs(50))).await.unwrap().keep().0
+        there
+            .executions()
+            .claim(&id, execution("b", Duration::from_secs(50)))
+            .await
+            .unwrap()
+            .keep()
+            .0
     });
     eventually(|| async { two.options().metrics.waiters.get() == 1 }).await;
     one.executions().complete(&k, reference(&run), "1".into()).await.unwrap().keep();
@@ -244,7 +251,11 @@ async fn a_program_can_use_the_same_postgres_for_its_own_tables() {
     let pool = coordinator.pool().unwrap();
     sqlx::query("CREATE TABLE jobs (id bigint PRIMARY KEY)").execute(&pool).await.unwrap();
     let mut transaction = pool.begin().await.unwrap();
-    sqlx::query("INSERT INTO jobs VALUES ($1)").bind(7_i64).execute(&mut *transaction).await.unwrap();
+    sqlx::query("INSERT INTO jobs VALUES ($1)")
+        .bind(7_i64)
+        .execute(&mut *transaction)
+        .await
+        .unwrap();
     transaction.commit().await.unwrap();
     let jobs: Vec<i64> = sqlx::query_scalar("SELECT id FROM jobs").fetch_all(&pool).await.unwrap();
     assert_eq!(jobs, [7]);
@@ -424,13 +435,16 @@ impl Store<LeaseMachine> for Fickle {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_leader_whose_store_is_away_stops_before_another_can_begin() {
     let memory = Arc::new(MemoryStore::new());
-    let fickle = Arc::new(Fickle { inner: Arc::clone(&memory) as _, is_away: AtomicBool::new(false) });
+    let fickle =
+        Arc::new(Fickle { inner: Arc::clone(&memory) as _, is_away: AtomicBool::new(false) });
     let stores = |leases| Stores {
         backend: Arc::clone(&memory) as _,
         leases,
         records: Arc::clone(&memory) as _,
     };
-    let on = |leases| Coordinator::on(stores(leases), Arc::new(Hub::default()), CoordinatorOptions::default());
+    let on = |leases| {
+        Coordinator::on(stores(leases), Arc::new(Hub::default()), CoordinatorOptions::default())
+    };
     let (cut, well) = (on(Arc::clone(&fickle) as _), on(Arc::clone(&memory) as _));
     let first = cut.leader(name("s")).with_ttl(ttl(2_000));
     let second = well.leader(name("s")).with_ttl(ttl(2_000));
@@ -555,7 +569,8 @@ async fn draining_answers_all_that_wait_and_closing_finishes_what_was_begun() {
         let (k, wait) = (name("k"), Duration::from_secs(50));
         let run = coordinator.executions().claim(&k, execution("a", Duration::ZERO)).await.unwrap();
         let run = granted(run.keep().0);
-        let term = coordinator.leaders().campaign(&k, candidate("a", Duration::ZERO)).await.unwrap();
+        let term =
+            coordinator.leaders().campaign(&k, candidate("a", Duration::ZERO)).await.unwrap();
         let term: Version = led(term.keep().0).version;
         let mut waits = JoinSet::new();
         for n in 0..6 {
