@@ -1098,8 +1098,8 @@ async fn put_all(client: &Client, keys: impl Iterator<Item = String>) {
     let keys: Vec<String> = keys.collect();
     for chunk in keys.chunks(64) {
         let mut puts = JoinSet::new();
-        for key in chunk.iter().cloned() {
-            let client = client.clone();
+        for key in chunk {
+            let (client, key) = (client.clone(), key.clone());
             puts.spawn(async move { put(&client, &key, &json!({"status": 200})).await });
         }
         for reply in puts.join_all().await {
