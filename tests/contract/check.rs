@@ -1,5 +1,8 @@
 //! What the laws look at in replies.
 
+use std::collections::BTreeMap;
+
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use crate::support::{Client, Reply, eventually};
@@ -133,6 +136,34 @@ pub(crate) fn random_text(bytes: usize, alphabet: &str) -> String {
         }
         text.push(characters[index]);
     }
+}
+
+/// The names of an object's members, in the order of the alphabet.
+#[track_caller]
+pub(crate) fn names(value: &Value) -> Vec<&str> {
+    let members = value.as_object().unwrap_or_else(|| panic!("not an object: {value}"));
+    let mut names: Vec<&str> = members.keys().map(|name| &**name).collect();
+    names.sort_unstable();
+    names
+}
+
+/// A member of a reply as it stands in its text.
+#[track_caller]
+pub(crate) fn text_of(reply: &Reply, name: &str) -> String {
+    let members: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&reply.text).unwrap();
+    members.get(name).unwrap_or_else(|| panic!("no {name}: {}", reply.text)).get().to_owned()
+}
+
+/// What a state says, without what time alone changes.
+pub(crate) fn at_rest(mut state: Value) -> Value {
+    state.as_object_mut().unwrap().remove("expires_in_ms");
+    state
+}
+
+/// How often something was written to the store.
+pub(crate) async fn writes(client: &Client) -> f64 {
+    let name = "fencepost_store_call_duration_seconds_count{operation=\"store\"}";
+    Some(client.metric(name).await).filter(|count| !count.is_nan()).unwrap_or(0.0)
 }
 
 #[test]

@@ -14,8 +14,12 @@ mod support;
 
 mod check;
 mod claims;
+mod coordinator;
+mod executions;
 mod field_cases;
+mod idempotency;
 mod layers;
+mod leaders;
 mod model;
 mod operations;
 mod reads;

@@ -193,6 +193,18 @@ impl Reply {
     }
 }
 
+fn encode(query: &[(&str, &str)]) -> String {
+    let mut encoded = String::new();
+    for (name, value) in query {
+        encoded += if encoded.is_empty() { "?" } else { "&" };
+        let text: String = form_urlencoded::byte_serialize(value.as_bytes()).collect();
+        encoded += name;
+        encoded.push('=');
+        encoded += &text;
+    }
+    encoded
+}
+
 impl Client {
     pub fn new(base: String) -> Self {
         let http = reqwest::Client::builder().timeout(Duration::from_secs(70)).build().unwrap();
@@ -219,6 +231,11 @@ impl Client {
         Reply::read(request.send().await.unwrap()).await.unwrap()
     }
 
+    pub async fn put(&self, path: &str, body: Value) -> Reply {
+        let request = self.http.put(format!("{}{path}", self.base)).json(&body);
+        Reply::read(request.send().await.unwrap()).await.unwrap()
+    }
+
     /// A GET; `path` may have a query.
     pub async fn get(&self, path: &str) -> Reply {
         let request = self.http.get(format!("{}{path}", self.base));
@@ -227,15 +244,13 @@ impl Client {
 
     /// A GET with query parameters, encoded here.
     pub async fn get_with(&self, path: &str, query: &[(&str, &str)]) -> Reply {
-        let mut encoded = String::new();
-        for (name, value) in query {
-            encoded += if encoded.is_empty() { "?" } else { "&" };
-            let text: String = form_urlencoded::byte_serialize(value.as_bytes()).collect();
-            encoded += name;
-            encoded.push('=');
-            encoded += &text;
-        }
-        self.get(&format!("{path}{encoded}")).await
+        self.get(&format!("{path}{}", encode(query))).await
+    }
+
+    /// A DELETE with query parameters, encoded here.
+    pub async fn delete_with(&self, path: &str, query: &[(&str, &str)]) -> Reply {
+        let request = self.http.delete(format!("{}{path}{}", self.base, encode(query)));
+        Reply::read(request.send().await.unwrap()).await.unwrap()
     }
 
     pub async fn claim(&self, key: &str, owner: &str, ttl_ms: i64) -> Reply {
