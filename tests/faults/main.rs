@@ -24,6 +24,7 @@ mod crashes;
 mod deadlocks;
 mod expiry;
 mod locks;
+mod records;
 mod rig;
 mod versions;
 mod wakes;
