@@ -23,6 +23,7 @@ mod clocks;
 mod crashes;
 mod deadlocks;
 mod expiry;
+mod leaders;
 mod locks;
 mod records;
 mod rig;
