@@ -13,7 +13,11 @@ use fencepost::store::memory::MemoryStore;
 use fencepost::store::postgres::PostgresStore;
 use fencepost::store::sqlite::SqliteStore;
 use fencepost::store::{Link, ListQuery, Listed, Loaded, Store, StoreError, Stored, Waker, Write};
-use tokio::sync::{Mutex, MutexGuard};
+use sqlx::postgres::PgConnectOptions;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Mutex, MutexGuard, watch};
+use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 use crate::support::{Kind, Reply, Service, World};
@@ -86,6 +90,86 @@ pub(crate) async fn replicas(
         });
     }
     services
+}
+
+/// What a [`Proxy`] does with what it is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Flow {
+    /// Passes it on.
+    Open,
+    /// Keeps it, to pass it on once it is open again, however late.
+    Held,
+    /// Closes every connection, new ones too.
+    Cut,
+}
+
+/// A way to a Postgres server that can be cut.
+#[derive(Debug)]
+pub(crate) struct Proxy {
+    /// The database's URL by this way.
+    pub(crate) url: String,
+    flow: watch::Sender<Flow>,
+    serving: JoinHandle<()>,
+}
+
+impl Proxy {
+    /// A way to this database.
+    pub(crate) async fn start(url: &str) -> Self {
+        let options: PgConnectOptions = url.parse().unwrap();
+        let (host, port) = (options.get_host().to_owned(), options.get_port());
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let by_proxy = listener.local_addr().unwrap().to_string();
+        let direct = format!("{host}:{port}");
+        assert!(url.contains(&direct), "no host and port to put the proxy's in place of");
+        let (flow, state) = watch::channel(Flow::Open);
+        let serving = tokio::spawn(async move {
+            loop {
+                let (client, _) = listener.accept().await.unwrap();
+                tokio::spawn(forward(client, (host.clone(), port), state.clone()));
+            }
+        });
+        Self { url: url.replace(&direct, &by_proxy), flow, serving }
+    }
+
+    pub(crate) fn set(&self, flow: Flow) {
+        self.flow.send_replace(flow);
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.serving.abort();
+    }
+}
+
+/// Passes bytes both ways until either side ends, or the way is cut.
+async fn forward(mut client: TcpStream, server: (String, u16), flow: watch::Receiver<Flow>) {
+    let mut state = flow.clone();
+    if !matches!(state.wait_for(|flow| *flow != Flow::Held).await.as_deref(), Ok(Flow::Open)) {
+        return;
+    }
+    let Ok(mut server) = TcpStream::connect((&*server.0, server.1)).await else { return };
+    let (from_client, to_client) = client.split();
+    let (from_server, to_server) = server.split();
+    tokio::select! {
+        () = pipe(from_client, to_server, flow.clone()) => {}
+        () = pipe(from_server, to_client, flow) => {}
+        _ = state.wait_for(|flow| *flow == Flow::Cut) => {}
+    }
+}
+
+async fn pipe(
+    mut from: tokio::net::tcp::ReadHalf<'_>,
+    mut to: tokio::net::tcp::WriteHalf<'_>,
+    mut flow: watch::Receiver<Flow>,
+) {
+    let mut buffer = vec![0; 16_384];
+    while let Ok(count @ 1..) = from.read(&mut buffer).await {
+        let is_open = flow.wait_for(|flow| *flow == Flow::Open).await.is_ok();
+        if !is_open || to.write_all(&buffer[..count]).await.is_err() {
+            return;
+        }
+    }
 }
 
 /// Now, by the clock of this machine, which is that of every store here: milliseconds since the

@@ -221,14 +221,23 @@ impl Client {
         self.try_post(path, &body).await.unwrap()
     }
 
-    /// A POST of any bytes as JSON.
-    pub async fn post_raw(&self, path: &str, body: impl Into<Vec<u8>>) -> Reply {
+    /// A POST of any bytes as JSON, whose connection may break.
+    pub async fn try_post_raw(
+        &self,
+        path: &str,
+        body: impl Into<Vec<u8>>,
+    ) -> Result<Reply, reqwest::Error> {
         let request = self
             .http
             .post(format!("{}{path}", self.base))
             .header("content-type", "application/json")
             .body(body.into());
-        Reply::read(request.send().await.unwrap()).await.unwrap()
+        Reply::read(request.send().await?).await
+    }
+
+    /// A POST of any bytes as JSON.
+    pub async fn post_raw(&self, path: &str, body: impl Into<Vec<u8>>) -> Reply {
+        self.try_post_raw(path, body).await.unwrap()
     }
 
     pub async fn put(&self, path: &str, body: Value) -> Reply {
