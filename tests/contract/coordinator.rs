@@ -602,3 +602,37 @@ async fn draining_answers_all_that_wait_and_closing_finishes_what_was_begun() {
         coordinator.close().await;
     }
 }
+
+/// Those who wait sleep: each reads when it comes and when it goes, and in between each watched
+/// key is read once in a while, for all of them.
+#[tokio::test(flavor = "multi_thread")]
+async fn waiting_costs_next_to_nothing_while_nothing_changes() {
+    const WAITERS: u64 = 50;
+    let coordinator = Coordinator::open("memory:", CoordinatorOptions::default()).await.unwrap();
+    let (k, wait) = (name("k"), Duration::from_secs(5));
+    coordinator.executions().claim(&k, execution("a", Duration::ZERO)).await.unwrap().keep();
+    let term = coordinator.leaders().campaign(&k, candidate("a", Duration::ZERO)).await.unwrap();
+    let term = led(term.keep().0).version;
+    let mut waits = JoinSet::new();
+    for _ in 0..WAITERS {
+        let (coordinator, k) = (coordinator.clone(), k.clone());
+        waits.spawn(async move {
+            let claim = coordinator.executions().claim(&k, execution("b", wait)).await.unwrap();
+            assert!(matches!(claim.outcome, record::ClaimOutcome::InProgress(_)));
+        });
+    }
+    for _ in 0..WAITERS {
+        let (coordinator, k) = (coordinator.clone(), k.clone());
+        waits.spawn(async move {
+            let waited = coordinator.leaders().wait(&k, Some(term), wait).await.unwrap();
+            assert!(matches!(waited.outcome, WaitOutcome::TimedOut(_)));
+        });
+    }
+    waits.join_all().await;
+    let text = coordinator.options().metrics.encode();
+    let sum = text.lines().find_map(|line| line.strip_prefix("fencepost_batch_commands_sum "));
+    let commands: f64 = sum.unwrap().parse().unwrap();
+    println!("figure: {} waits of {wait:?} took {commands} commands", 2 * WAITERS);
+    // Two for each of them, and a few polls.
+    assert!(commands <= (2 * 2 * WAITERS + 30) as f64, "{commands}");
+}
