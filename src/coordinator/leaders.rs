@@ -206,25 +206,49 @@ impl Question<LeaseMachine> for CampaignInLine {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Leader {
     shared: Arc<Shared>,
     name: Name,
     ttl: Ttl,
-    trust: Mutex<Option<Trust>>,
+    part: Arc<Part>,
 }
 
-/// What the last answer is good for.
-#[derive(Clone, Copy, Debug)]
-struct Trust {
-    term: Version,
-    /// On this process' monotonic clock, counted from when the request was sent.
-    until: Instant,
+/// What this process knows of one leadership, the same for all handles of it.
+#[derive(Debug, Default)]
+pub(super) struct Part(Mutex<Known>);
+
+#[derive(Debug, Default)]
+struct Known {
+    /// The term that was granted last and not resigned.
+    term: Option<Version>,
+    /// Until when it can be relied on, by this process' monotonic clock.
+    until: Option<Instant>,
+}
+
+impl Part {
+    /// Ends the term, if there is one.
+    pub(super) async fn resign(
+        &self,
+        shared: &Arc<Shared>,
+        name: &Name,
+    ) -> Result<(), EngineError> {
+        let mut known = self.0.lock().await;
+        known.until = None;
+        if let Some(term) = known.term.take() {
+            Leaders::new(shared).resign(name, &shared.owner_id, term).await?;
+        }
+        Ok(())
+    }
 }
 
 impl Leader {
     pub(super) fn new(shared: Arc<Shared>, name: Name) -> Self {
-        Self { shared, name, ttl: Ttl::LEADER, trust: Mutex::default() }
+        let part = {
+            let mut parts = shared.parts.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(parts.entry(name.clone()).or_default())
+        };
+        Self { shared, name, ttl: Ttl::LEADER, part }
     }
 
     /// The same with terms of another length.
@@ -238,19 +262,23 @@ impl Leader {
     /// Cheap enough for every tick: in the first third of the time that was granted, it asks
     /// nobody. It never says yes beyond the time that the store granted: that is counted from
     /// before the request was sent, on the monotonic clock, less a tenth for what the caller does
-    /// with the answer. If the store cannot be asked, it says no.
+    /// with the answer. If the store cannot be asked, or the coordinator closes, it says no.
     pub async fn is_leader(&self) -> bool {
-        let mut trust = self.trust.lock().await;
+        let mut known = self.part.0.lock().await;
+        if self.shared.leases.is_draining() {
+            known.until = None;
+            return false;
+        }
         let ttl = Duration::from_millis(self.ttl.as_millis().unsigned_abs());
         let started = Instant::now();
         // The first third of the time that was granted: what is trusted ends a tenth earlier.
-        if trust.is_some_and(|trust| trust.until.duration_since(started) > ttl * 17 / 30) {
+        if known.until.is_some_and(|until| until.duration_since(started) > ttl * 17 / 30) {
             return true;
         }
-        let known = trust.take().filter(|trust| trust.until > started);
         // A leader that cannot ask must not be waited for longer than it may lead.
+        let trusted = known.until.take().filter(|until| *until > started);
         let give_up =
-            known.map_or(started + self.shared.options.limits.request_timeout, |t| t.until);
+            trusted.unwrap_or_else(|| started + self.shared.options.limits.request_timeout);
         let wish = Campaign {
             owner_id: self.shared.owner_id.clone(),
             version: None,
@@ -262,20 +290,19 @@ impl Leader {
         let asked = timeout_at(give_up, leaders.campaign(&self.name, wish)).await;
         let Ok(Ok(reply)) = asked else { return false };
         let (CampaignOutcome::Leading { lease, .. }, clock) = reply.keep() else {
-            self.leading(None);
+            known.term = None;
             return false;
         };
         let granted = clock.now.until(lease.expires_at);
         let until = started + granted.saturating_sub(ttl / 10);
-        *trust = Some(Trust { term: lease.version, until });
-        self.leading(Some(lease.version));
+        *known = Known { term: Some(lease.version), until: Some(until) };
         until > Instant::now()
     }
 
     /// The term that this process leads, as far as it knows; the fencing token of what it does.
     pub async fn term(&self) -> Option<Version> {
-        let trust = *self.trust.lock().await;
-        trust.filter(|trust| trust.until > Instant::now()).map(|trust| trust.term)
+        let known = self.part.0.lock().await;
+        known.term.filter(|_| known.until.is_some_and(|until| until > Instant::now()))
     }
 
     /// Ends this process' term, so that another takes over at once.
@@ -284,21 +311,6 @@ impl Leader {
     ///
     /// The store cannot be asked; the term then ends by itself.
     pub async fn resign(&self) -> Result<(), EngineError> {
-        let mut trust = self.trust.lock().await;
-        *trust = None;
-        if let Some(term) = self.leading(None) {
-            let owner_id = &self.shared.owner_id;
-            Leaders::new(&self.shared).resign(&self.name, owner_id, term).await?;
-        }
-        Ok(())
-    }
-
-    /// Notes the term to resign at the end; returns the one noted before.
-    fn leading(&self, term: Option<Version>) -> Option<Version> {
-        let mut leading = self.shared.leading.lock().unwrap_or_else(PoisonError::into_inner);
-        match term {
-            Some(term) => leading.insert(self.name.clone(), term),
-            None => leading.remove(&self.name),
-        }
+        self.part.resign(&self.shared, &self.name).await
     }
 }

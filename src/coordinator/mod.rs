@@ -47,7 +47,6 @@ use crate::domain::ids::{Key, Kind, Name, Namespace, OwnerId, Scope};
 use crate::domain::lease::LeaseMachine;
 use crate::domain::record::RecordMachine;
 use crate::domain::time::Retention;
-use crate::domain::version::Version;
 use crate::engine::{Engine, Hub, Limits};
 use crate::shutdown::spawn_vital;
 use crate::store::memory::MemoryStore;
@@ -114,8 +113,8 @@ struct Shared {
     /// The tenant, the only one for as long as there is no access control.
     namespace: Namespace,
     owner_id: OwnerId,
-    /// The terms that this process leads, to be resigned at the end.
-    leading: Mutex<HashMap<Name, Version>>,
+    /// This process' part in each leadership that it was asked for.
+    parts: Mutex<HashMap<Name, Arc<leaders::Part>>>,
     options: CoordinatorOptions,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -203,7 +202,7 @@ impl Coordinator {
             records,
             namespace: Namespace::default_namespace(),
             owner_id: owner_id.unwrap_or_else(|| OwnerId::from_stored(Uuid::new_v4().to_string())),
-            leading: Mutex::default(),
+            parts: Mutex::default(),
             options,
             tasks,
             stop,
@@ -280,12 +279,14 @@ impl Coordinator {
 
     /// Resigns what this process leads, finishes what was begun, and lets go of the store.
     pub async fn close(&self) {
-        let led: Vec<(Name, Version)> = {
-            let mut leading = self.shared.leading.lock().unwrap_or_else(PoisonError::into_inner);
-            leading.drain().collect()
+        // First, so that no campaign begins behind the resignations.
+        self.drain();
+        let parts: Vec<(Name, Arc<leaders::Part>)> = {
+            let mut parts = self.shared.parts.lock().unwrap_or_else(PoisonError::into_inner);
+            parts.drain().collect()
         };
-        for (name, version) in led {
-            if let Err(error) = self.leaders().resign(&name, self.owner_id(), version).await {
+        for (name, part) in parts {
+            if let Err(error) = part.resign(&self.shared, &name).await {
                 tracing::warn!(%error, name = name.as_str(), "cannot resign; the term will lapse");
             }
         }

@@ -11,7 +11,7 @@
 
 use uuid::Uuid;
 
-use super::ids::OwnerId;
+use super::ids::{Kind, OwnerId};
 use super::time::{Timestamp, Ttl};
 use super::version::Version;
 use super::{At, Decision, Machine};
@@ -334,6 +334,8 @@ impl Machine for LeaseMachine {
     type State = Lease;
     type Command = Command;
     type Outcome = Outcome;
+
+    const KINDS: &'static [Kind] = &[Kind::Lease, Kind::Leader];
 
     fn apply(state: Option<&Lease>, command: &Command, at: At) -> Decision<Lease, Outcome> {
         match command {

@@ -14,6 +14,7 @@ pub mod version;
 
 use std::fmt::Debug;
 
+use ids::Kind;
 use time::Timestamp;
 use version::Version;
 
@@ -25,6 +26,9 @@ pub trait Machine: Debug + Send + Sync + 'static {
     type Command: Debug + Send + Sync;
     /// What the caller is told.
     type Outcome: Debug + Send;
+
+    /// The kinds of keys that it rules.
+    const KINDS: &'static [Kind];
 
     /// Decides one command on one key.
     fn apply(

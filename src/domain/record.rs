@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::ids::{Binding, CorrelationId, OwnerId};
+use super::ids::{Binding, CorrelationId, Kind, OwnerId};
 use super::lease::{
     self, Claim, Ending, ForceReleaseOutcome, Lease, Reference, Stale, StaleReason, Status,
 };
@@ -284,6 +284,8 @@ impl Machine for RecordMachine {
     type Command = Command;
     type Outcome = Outcome;
 
+    const KINDS: &'static [Kind] = &[Kind::Execution, Kind::Idempotency];
+
     fn apply(state: Option<&Record>, command: &Command, at: At) -> Decision<Record, Outcome> {
         // What is over is as good as never stored; only its stamps live on.
         let record = state.filter(|record| !record.is_forgotten(at.now));
@@ -314,7 +316,9 @@ impl Machine for RecordMachine {
                     if record.lease.grant_id == *grant_id
                         && record.lease.status == Status::Held =>
                 {
-                    Decision::Write(record.ended(Ending::Undone, *unbinds), Outcome::Undo)
+                    // What a lapse left bound stays so, as if the undone claim had never been.
+                    let unbinds = *unbinds && record.lease.recovered_from.is_none();
+                    Decision::Write(record.ended(Ending::Undone, unbinds), Outcome::Undo)
                 }
                 _ => Decision::Keep(Outcome::Undo),
             },

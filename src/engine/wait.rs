@@ -153,7 +153,9 @@ pub(super) async fn safety_poll<M: Machine>(engine: Arc<Engine<M>>, backend: Arc
             () = sleep_until(Instant::now() + backend.wake_path().safety_poll()) => {}
             () = engine.draining.cancelled() => return,
         }
-        let keys = engine.hub.watched();
+        let mut keys = engine.hub.watched();
+        // The hub is shared by all engines.
+        keys.retain(|key| M::KINDS.contains(&key.kind));
         let reads = keys.iter().map(|key| engine.ask(key, M::read()));
         for (key, answer) in keys.iter().zip(join_all(reads).await) {
             match answer {

@@ -22,12 +22,12 @@ use super::request::{
 use super::router::{App, Received};
 use super::shape::{
     Holder, LeaseBody, RecordStateName, Subject, audit, default_ttl, instant, millis, ok,
-    polling_hint, record_stale,
+    polling_hint, stale_lease,
 };
 use super::token::PageToken;
 use crate::coordinator::{ClaimExecution, Executions};
 use crate::domain::execution::DEFAULT_TTL_MS;
-use crate::domain::ids::{Binding, CorrelationId, Name, OwnerId, Prefix, Reason};
+use crate::domain::ids::{Binding, CorrelationId, Kind, Name, OwnerId, Prefix, Reason};
 use crate::domain::lease::Reference;
 use crate::domain::record::{ClaimOutcome, CompleteOutcome, Record, RecordState, ReleaseOutcome};
 use crate::domain::time::Ttl;
@@ -172,7 +172,7 @@ fn claimed(
             }
         }
         ClaimOutcome::Conflict => ClaimExecutionResult { outcome: "intent_conflict", ..none },
-        ClaimOutcome::Stale(stale) => return Err(record_stale(&stale)),
+        ClaimOutcome::Stale(stale) => return Err(stale_lease(Kind::Execution, &stale, clock)),
         ClaimOutcome::Free => {
             return Err(EngineError::Internal("a claim was not decided".into()).into());
         }
@@ -374,7 +374,7 @@ async fn complete(
     match executions.complete(id, reference, result.into()).await?.keep() {
         (CompleteOutcome::Completed, _) => Ok(()),
         (CompleteOutcome::AlreadyCompleted(lease), _) => Err(Problem::already_completed(&lease)),
-        (CompleteOutcome::Stale(stale), _) => Err(record_stale(&stale)),
+        (CompleteOutcome::Stale(stale), clock) => Err(stale_lease(Kind::Execution, &stale, clock)),
     }
 }
 
@@ -493,11 +493,15 @@ pub(super) struct ReleaseRecordResult {
 }
 
 impl ReleaseRecordResult {
-    pub(super) fn new(outcome: &ReleaseOutcome) -> Result<Self, Problem> {
+    pub(super) fn new(
+        resource: Kind,
+        outcome: &ReleaseOutcome,
+        clock: StoreClock,
+    ) -> Result<Self, Problem> {
         match outcome {
             ReleaseOutcome::Released => Ok(Self { outcome: "released" }),
             ReleaseOutcome::AlreadyCompleted(lease) => Err(Problem::already_completed(lease)),
-            ReleaseOutcome::Stale(stale) => Err(record_stale(stale)),
+            ReleaseOutcome::Stale(stale) => Err(stale_lease(resource, stale, clock)),
         }
     }
 }
@@ -527,7 +531,8 @@ async fn release_execution(
     let ReleaseExecutionRequest { execution_id, owner_id, version } = request;
     let reference = Reference { owner_id, version };
     let reply = app.coordinator.executions().release(&execution_id, reference).await?;
-    Ok(ok(ReleaseRecordResult::new(&reply.keep().0)?))
+    let (outcome, clock) = reply.keep();
+    Ok(ok(ReleaseRecordResult::new(Kind::Execution, &outcome, clock)?))
 }
 
 request! {

@@ -24,13 +24,13 @@ use super::request::{
 };
 use super::router::{App, Received};
 use super::shape::{
-    Holder, LeaseBody, RecordStateName, Subject, audit, default_ttl, instant, millis, ok,
-    polling_hint, record_stale,
+    Holder, IdempotencyStateName, LeaseBody, Subject, audit, default_ttl, instant, millis, ok,
+    polling_hint, stale_lease,
 };
 use super::token::PageToken;
 use crate::coordinator::ClaimRecord;
 use crate::domain::idempotency::{DEFAULT_TTL_MS, Head, StoredResponse};
-use crate::domain::ids::{Binding, Name, OwnerId, Prefix, Reason, Scope};
+use crate::domain::ids::{Binding, Kind, Name, OwnerId, Prefix, Reason, Scope};
 use crate::domain::lease::Reference;
 use crate::domain::record::{
     ClaimOutcome, CompleteOutcome, Completion, DeleteOutcome, PutOutcome, Record, RecordState,
@@ -544,7 +544,7 @@ async fn claim_idempotency_record(
             }
         }
         ClaimOutcome::Conflict => ClaimRecordResult { outcome: "fingerprint_mismatch", ..none },
-        ClaimOutcome::Stale(stale) => return Err(record_stale(&stale)),
+        ClaimOutcome::Stale(stale) => return Err(stale_lease(Kind::Idempotency, &stale, clock)),
         ClaimOutcome::Free => {
             return Err(EngineError::Internal("a claim was not decided".into()).into());
         }
@@ -617,7 +617,9 @@ async fn complete_idempotency_record(
     match reply.keep() {
         (CompleteOutcome::Completed, _) => Ok(ok(CompleteRecordResult { outcome: "completed" })),
         (CompleteOutcome::AlreadyCompleted(lease), _) => Err(Problem::already_completed(&lease)),
-        (CompleteOutcome::Stale(stale), _) => Err(record_stale(&stale)),
+        (CompleteOutcome::Stale(stale), clock) => {
+            Err(stale_lease(Kind::Idempotency, &stale, clock))
+        }
     }
 }
 
@@ -684,7 +686,7 @@ async fn renew_idempotency_record(
             Ok(ok(RenewResult::new(Subject::Record(&scope, &key), &lease, clock, &received)))
         }
         RenewOutcome::AlreadyCompleted(lease) => Err(Problem::already_completed(&lease)),
-        RenewOutcome::Stale(stale) => Err(record_stale(&stale)),
+        RenewOutcome::Stale(stale) => Err(stale_lease(Kind::Idempotency, &stale, clock)),
     }
 }
 
@@ -733,7 +735,8 @@ async fn release_idempotency_record(
     let scope = scope.unwrap_or_default();
     let reference = Reference { owner_id, version };
     let reply = app.coordinator.idempotency().release(&scope, &key, reference).await?;
-    Ok(ok(ReleaseRecordResult::new(&reply.keep().0)?))
+    let (outcome, clock) = reply.keep();
+    Ok(ok(ReleaseRecordResult::new(Kind::Idempotency, &outcome, clock)?))
 }
 
 request! {
@@ -865,7 +868,7 @@ request! {
         prefix: Optional<Prefix> as Option<String>,
         /// Only those in this state: `in_progress` or `completed`.
         #[param(example = "completed")]
-        state: Optional<RecordStateName> as Option<String>,
+        state: Optional<IdempotencyStateName> as Option<String>,
         /// At most this many items. If left out, 100.
         #[param(minimum = 1, maximum = 1_000)]
         limit: Optional<Limit> as Option<i32>,
@@ -904,7 +907,9 @@ async fn list_idempotency_records(
 ) -> Result<Response, Problem> {
     let ListIdempotencyRecordsQuery { scope, prefix, state, limit, page_token } = query;
     let scope = scope.unwrap_or_default();
-    let is_wanted = move |of| of != RecordState::Released && state.is_none_or(|state| state.is(of));
+    let is_wanted = move |of| {
+        of != RecordState::Released && state.is_none_or(|IdempotencyStateName(state)| state.is(of))
+    };
     let after = page_token.map(|PageToken(name)| name);
     let limit = limit.unwrap_or(Limit::DEFAULT).0 as usize;
     let records = app.coordinator.idempotency();

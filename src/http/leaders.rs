@@ -21,7 +21,7 @@ use super::shape::{
 };
 use super::token::PageToken;
 use crate::coordinator::Campaign;
-use crate::domain::ids::{Name, OwnerId, Prefix, Reason};
+use crate::domain::ids::{Kind, Name, OwnerId, Prefix, Reason};
 use crate::domain::lease::{CampaignOutcome, Lease, ReleaseOutcome};
 use crate::domain::time::Ttl;
 use crate::domain::version::Version;
@@ -150,7 +150,7 @@ async fn campaign_for_leader(
         CampaignOutcome::Free => {
             Err(EngineError::Internal("a campaign was not decided".into()).into())
         }
-        CampaignOutcome::Stale(stale) => Err(stale_lease(&stale, clock)),
+        CampaignOutcome::Stale(stale) => Err(stale_lease(Kind::Leader, &stale, clock)),
     }
 }
 
@@ -200,7 +200,7 @@ async fn resign_leader(
     let ResignLeaderRequest { name, owner_id, version } = request;
     match app.coordinator.leaders().resign(&name, &owner_id, version).await?.keep() {
         (ReleaseOutcome::Released, _) => Ok(ok(ResignResult { outcome: "resigned" })),
-        (ReleaseOutcome::Stale(stale), clock) => Err(stale_lease(&stale, clock)),
+        (ReleaseOutcome::Stale(stale), clock) => Err(stale_lease(Kind::Leader, &stale, clock)),
     }
 }
 

@@ -23,7 +23,7 @@ use super::shape::{
 };
 use super::token::PageToken;
 use crate::coordinator::{ClaimLease, Reply, WaitOutcome};
-use crate::domain::ids::{Name, OwnerId, Prefix, Reason};
+use crate::domain::ids::{Kind, Name, OwnerId, Prefix, Reason};
 use crate::domain::lease::{
     ClaimOutcome, ForceReleaseOutcome, Lease, OverReason, Reference, ReleaseOutcome, RenewOutcome,
     Status,
@@ -208,7 +208,7 @@ async fn claim_lease(
             }))
         }
         ClaimOutcome::Free => Err(EngineError::Internal("a claim was not decided".into()).into()),
-        ClaimOutcome::Stale(stale) => Err(stale_lease(&stale, clock)),
+        ClaimOutcome::Stale(stale) => Err(stale_lease(Kind::Lease, &stale, clock)),
     }
 }
 
@@ -300,7 +300,7 @@ async fn renew_lease(
         (RenewOutcome::Renewed(lease), clock) => {
             Ok(ok(RenewResult::new(Subject::Lease(&key), &lease, clock, &received)))
         }
-        (RenewOutcome::Stale(stale), clock) => Err(stale_lease(&stale, clock)),
+        (RenewOutcome::Stale(stale), clock) => Err(stale_lease(Kind::Lease, &stale, clock)),
     }
 }
 
@@ -477,7 +477,7 @@ async fn release_lease(
     let reply = app.coordinator.leases().release(&key, reference).await?;
     match reply.keep() {
         (ReleaseOutcome::Released, _) => Ok(ok(ReleaseLeaseResult { outcome: "released" })),
-        (ReleaseOutcome::Stale(stale), clock) => Err(stale_lease(&stale, clock)),
+        (ReleaseOutcome::Stale(stale), clock) => Err(stale_lease(Kind::Lease, &stale, clock)),
     }
 }
 

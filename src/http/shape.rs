@@ -14,7 +14,7 @@ use super::leases::ForceReleaseResult;
 use super::problem::Problem;
 use super::request::Field;
 use super::router::Received;
-use crate::domain::ids::{Name, Reason, Scope};
+use crate::domain::ids::{Kind, Name, Reason, Scope};
 use crate::domain::lease::{Ending, Lease, Stale, Status};
 use crate::domain::record::RecordState;
 use crate::domain::time::{Timestamp, Ttl};
@@ -168,20 +168,30 @@ impl Holder {
     }
 }
 
-/// The problem of a caller that does not hold the lease it refers to.
-pub(super) fn stale_lease(stale: &Stale, clock: StoreClock) -> Problem {
-    let is_held = stale.current.as_ref().is_some_and(|lease| lease.is_held(clock.estimate()));
-    Problem::stale_lease(stale, if is_held { "held" } else { "free" })
-}
-
-/// The problem of a caller that does not hold the claim of a record that it refers to.
-pub(super) fn record_stale(stale: &Stale) -> Problem {
-    let current = match stale.current.as_ref().map(|lease| lease.status) {
-        Some(Status::Held | Status::Ended(Ending::Expired)) => "in_progress",
-        Some(Status::Ended(Ending::Completed | Ending::Put)) => "completed",
-        Some(Status::Ended(Ending::Released | Ending::Revoked | Ending::Undone)) | None => {
-            "released"
+/// The problem of a caller that does not hold what it refers to; `current.state` in the words of
+/// the resource's own `state`.
+pub(super) fn stale_lease(resource: Kind, stale: &Stale, clock: StoreClock) -> Problem {
+    let lease = stale.current.as_ref();
+    let is_held = lease.is_some_and(|lease| lease.is_held(clock.estimate()));
+    let current = match (resource, lease.map(|lease| lease.status)) {
+        (Kind::Lease, _) => {
+            if is_held {
+                "held"
+            } else {
+                "free"
+            }
         }
+        (Kind::Leader, _) => {
+            if is_held {
+                "led"
+            } else {
+                "vacant"
+            }
+        }
+        (_, Some(Status::Held | Status::Ended(Ending::Expired))) => "in_progress",
+        (_, Some(Status::Ended(Ending::Completed | Ending::Put))) => "completed",
+        (Kind::Execution, _) => "released",
+        (Kind::Idempotency, _) => "absent",
     };
     Problem::stale_lease(stale, current)
 }
@@ -220,6 +230,25 @@ impl Field for RecordStateName {
             "released" => Ok(Self::Released),
             "completed" => Ok(Self::Completed),
             _ => Err("must be in_progress, released or completed".to_owned()),
+        }
+    }
+}
+
+/// The same for stored responses, of which released ones are as good as absent.
+#[derive(Clone, Copy)]
+pub(super) struct IdempotencyStateName(pub(super) RecordStateName);
+
+impl Field for IdempotencyStateName {
+    fn from_json(json: &RawValue) -> Result<Self, String> {
+        RecordStateName::from_json(json).map(Self)
+    }
+
+    fn from_text(text: &str) -> Result<Self, String> {
+        match RecordStateName::from_text(text) {
+            Ok(RecordStateName::Released) | Err(_) => {
+                Err("must be in_progress or completed".to_owned())
+            }
+            Ok(state) => Ok(Self(state)),
         }
     }
 }

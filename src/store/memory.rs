@@ -18,7 +18,7 @@ use super::{
 use crate::domain::Machine;
 use crate::domain::ids::{Key, Kind, Name, Namespace, Scope};
 use crate::domain::lease::{Lease, LeaseMachine};
-use crate::domain::record::{Record, RecordMachine};
+use crate::domain::record::{Content, Record, RecordMachine};
 use crate::domain::time::Timestamp;
 
 /// The most stored responses of one namespace.
@@ -81,6 +81,11 @@ trait Table: Machine {
     /// Since when a row has not been in use; `None` if it is kept for ever.
     fn idle_since(key: &Key, row: &Row<Self::State>, retention: Duration) -> Option<Timestamp>;
 
+    /// A row as lists show it.
+    fn listed(row: &Row<Self::State>) -> Row<Self::State> {
+        row.clone()
+    }
+
     /// To be called after each write.
     fn written(_tables: &mut Tables, _write: &Write<Self::State>) {}
 }
@@ -108,6 +113,15 @@ impl Table for RecordMachine {
             None if key.kind == Kind::Execution => None,
             None => Some(row.state.lease.idle_since(last_write).plus(retention)),
         }
+    }
+
+    /// Without what is remembered, as on the other stores.
+    fn listed(row: &Row<Record>) -> Row<Record> {
+        let mut row = row.clone();
+        if let Some(completion) = &mut row.state.completion {
+            completion.content = Content { text: "".into(), body: None };
+        }
+        row
     }
 
     fn written(tables: &mut Tables, write: &Write<Record>) {
@@ -173,7 +187,7 @@ impl Tables {
             .filter(|(key, _)| query.after.as_ref() != Some(&key.name))
             .filter(|(key, _)| key.name.as_str().starts_with(&query.prefix))
             .take(query.limit)
-            .map(|(key, row)| (key.name.clone(), row.clone()))
+            .map(|(key, row)| (key.name.clone(), T::listed(row)))
             .collect()
     }
 

@@ -8,9 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use fencepost::domain::ids::{
-    Binding, CorrelationId, Key, Kind as KeyKind, Name, Namespace, OwnerId, Scope,
-};
+use fencepost::domain::ids::{Binding, CorrelationId, Key, Name, Namespace, OwnerId, Scope};
 use fencepost::domain::lease::{Claim, Command, Lease, LeaseMachine, Reference};
 use fencepost::domain::record::{self, Content, Record, RecordMachine};
 use fencepost::domain::time::{Retention, Ttl};
@@ -271,8 +269,6 @@ fn record_command(
 /// A machine whose steps can be made up.
 trait Modelled: Machine<Command: Clone, Outcome: PartialEq> {
     type Step: Copy + std::fmt::Debug + 'static;
-    /// The kinds of keys that it has.
-    const KINDS: &[KeyKind];
 
     fn step() -> BoxedStrategy<Self::Step>;
 
@@ -285,7 +281,6 @@ trait Modelled: Machine<Command: Clone, Outcome: PartialEq> {
 
 impl Modelled for LeaseMachine {
     type Step = Step;
-    const KINDS: &[KeyKind] = &[KeyKind::Lease, KeyKind::Leader];
 
     fn step() -> BoxedStrategy<Step> {
         step().boxed()
@@ -298,7 +293,6 @@ impl Modelled for LeaseMachine {
 
 impl Modelled for RecordMachine {
     type Step = RecordStep;
-    const KINDS: &[KeyKind] = &[KeyKind::Execution, KeyKind::Idempotency];
 
     fn step() -> BoxedStrategy<RecordStep> {
         record_step().boxed()

@@ -13,7 +13,7 @@ impl Table for LeaseMachine {
         "fencepost.leases",
         list: "revision, version, status, owner_id, attempt_id, grant_id, ttl_ms, acquired_at,
                expires_at, recovered_from, metadata",
-        idle: "CASE status WHEN 0 THEN expires_at ELSE revision END + $1",
+        idle: "CASE l.status WHEN 0 THEN l.expires_at ELSE l.revision END + $1",
         7 "version" "bigint", 8 "status" "smallint", 9 "owner_id" "text", 10 "attempt_id" "uuid",
         11 "grant_id" "bigint", 12 "ttl_ms" "bigint", 13 "acquired_at" "bigint",
         14 "expires_at" "bigint", 15 "recovered_from" "bigint", 16 "metadata" "text",

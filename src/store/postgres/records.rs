@@ -20,10 +20,10 @@ impl Table for RecordMachine {
                retained_until, NULL::text, NULL::bytea",
         // What is remembered ends with its own time; an execution that is not done binds its
         // intent for ever; a response that is not stored goes the way of a lease.
-        idle: "CASE WHEN completed_at IS NOT NULL THEN retained_until
-                    WHEN kind = 3 THEN NULL
-                    WHEN status = 0 THEN expires_at + $1
-                    ELSE revision + $1 END",
+        idle: "CASE WHEN l.completed_at IS NOT NULL THEN l.retained_until
+                    WHEN l.kind = 3 THEN NULL
+                    WHEN l.status = 0 THEN l.expires_at + $1
+                    ELSE l.revision + $1 END",
         7 "version" "bigint", 8 "status" "smallint", 9 "owner_id" "text", 10 "attempt_id" "uuid",
         11 "grant_id" "bigint", 12 "ttl_ms" "bigint", 13 "acquired_at" "bigint",
         14 "expires_at" "bigint", 15 "recovered_from" "bigint", 16 "metadata" "text",
