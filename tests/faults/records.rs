@@ -89,7 +89,7 @@ async fn answers_those_in_line(kind: Kind) {
     let replicas = rig::replicas(&world, &CoordinatorOptions::default(), None).await;
     let mut slowest = Duration::ZERO;
     for key in 0..KEYS {
-        let (granted, grants) = watch::channel(Vec::new());
+        let (granted, mut grants) = watch::channel(Vec::new());
         let granted = Arc::new(granted);
         let claims: Vec<_> = (0..CLAIMS)
             .map(|number| {
@@ -116,7 +116,7 @@ async fn answers_those_in_line(kind: Kind) {
         })
         .await;
         let record = response(key);
-        let (owner, version) = grants.borrow()[0].clone();
+        let (owner, version) = grants.wait_for(|all| !all.is_empty()).await.unwrap()[0].clone();
         let completing = Instant::now();
         let complete = json!({"key": key.to_string(), "scope": "s", "owner_id": owner,
                               "version": version, "record": record});
