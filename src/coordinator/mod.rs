@@ -31,6 +31,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -285,11 +286,12 @@ impl Coordinator {
             let mut parts = self.shared.parts.lock().unwrap_or_else(PoisonError::into_inner);
             parts.drain().collect()
         };
-        for (name, part) in parts {
+        let resigning = parts.into_iter().map(|(name, part)| async move {
             if let Err(error) = part.resign(&self.shared, &name).await {
                 tracing::warn!(%error, name = name.as_str(), "cannot resign; the term will lapse");
             }
-        }
+        });
+        join_all(resigning).await;
         let Shared { stop, tasks, leases, records, backend, .. } = &*self.shared;
         stop.cancel();
         tasks.close();
