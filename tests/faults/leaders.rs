@@ -704,7 +704,7 @@ async fn a_resigned_term_is_over_for_the_whole_process() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_idle_leader_costs_three_writes_per_ttl() {
     const TTL_MS: u64 = 3_000;
-    const TTLS: u64 = 20;
+    const TTLS: u64 = 40;
     const STORES: &str = "fencepost_store_call_duration_seconds_count{operation=\"store\"}";
     const LOADS: &str = "fencepost_store_call_duration_seconds_count{operation=\"load\"}";
     let _alone = rig::alone().await;
