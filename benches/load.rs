@@ -303,7 +303,7 @@ mod contestants {
         }
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         println!("{}", listener.local_addr().unwrap());
-        http::serve(listener, router, app, CancellationToken::new()).await.unwrap();
+        http::serve(listener, router, app, CancellationToken::new()).await;
     }
 
     /// A process that ends with this one.

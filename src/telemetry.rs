@@ -169,7 +169,7 @@ pub fn start_logging(
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match format {
         LogFormat::Text => lines.with_target(false).with_ansi(with_colour).init(),
-        LogFormat::Json => lines.json().flatten_event(true).init(),
+        LogFormat::Json => lines.json().flatten_event(true).with_span_list(false).init(),
     }
     Ok(())
 }

@@ -152,11 +152,7 @@ async fn serve(config: Config) -> Result<(), Failure> {
     let serving = tokio::spawn(http::serve(listener, router, app, stop.clone()));
     let _ = stop_requested.await;
     stop.cancel();
-    match serving.await {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) => Err(Failure::other(format!("cannot serve: {error}"))),
-        Err(error) => Err(Failure::other(format!("the server failed: {error}"))),
-    }
+    serving.await.map_err(|error| Failure::other(format!("the server failed: {error}")))
 }
 
 /// Tells where it listens, on what, and what to try, on standard output.

@@ -265,6 +265,12 @@ impl Record {
         self.completion.as_ref().is_some_and(|c| c.until.is_some_and(|until| until <= now))
     }
 
+    /// Whether its newest claim may still be completed.
+    fn is_unfinished(&self) -> bool {
+        self.completion.is_none()
+            && matches!(self.lease.status, Status::Held | Status::Ended(Ending::Expired))
+    }
+
     fn with(&self, lease: Lease) -> Self {
         Self { lease, ..self.clone() }
     }
@@ -309,7 +315,7 @@ impl Machine for RecordMachine {
             Command::Delete => delete(record, at).map(Outcome::Delete),
             Command::Read => Decision::Keep(Outcome::Read(record.cloned())),
             Command::ForceRelease { version, unbinds } => {
-                force_release(record, *version, *unbinds, at).map(Outcome::ForceRelease)
+                force_release(record, *version, *unbinds).map(Outcome::ForceRelease)
             }
             Command::Undo { grant_id, unbinds } => match record {
                 Some(record)
@@ -612,25 +618,20 @@ fn delete(record: Option<&Record>, at: At) -> Decision<Record, DeleteOutcome> {
     }
 }
 
+/// Ends a claim that was not completed, held or lapsed: until somebody else begins, its owner could
+/// still complete.
 fn force_release(
     record: Option<&Record>,
     version: Option<Version>,
     unbinds: bool,
-    at: At,
 ) -> Decision<Record, ForceReleaseOutcome> {
-    let unfinished = record.filter(|record| record.completion.is_none());
-    match lease::force_release(unfinished.map(|record| &record.lease), version, at) {
-        Decision::Write(lease, outcome) => {
-            let is_freed = matches!(outcome, ForceReleaseOutcome::Released(_));
-            match unfinished {
-                Some(record) if is_freed => {
-                    Decision::Write(record.ended(Ending::Revoked, unbinds), outcome)
-                }
-                Some(record) => Decision::Write(record.with(lease), outcome),
-                None => Decision::Keep(outcome),
-            }
-        }
-        Decision::Keep(outcome) => Decision::Keep(outcome),
+    let is_meant = |record: &&Record| version.is_none_or(|v| v == record.lease.version);
+    match record.filter(is_meant) {
+        Some(record) if record.is_unfinished() => Decision::Write(
+            record.ended(Ending::Revoked, unbinds),
+            ForceReleaseOutcome::Released(record.lease.version),
+        ),
+        _ => Decision::Keep(ForceReleaseOutcome::NotHeld),
     }
 }
 
@@ -853,6 +854,22 @@ mod tests {
             Outcome::Renew(RenewOutcome::Stale(Stale { reason: StaleReason::Expired, .. }))
         ));
         assert_eq!(key.complete(&claim, "1"), CompleteOutcome::Completed);
+    }
+
+    #[test]
+    fn a_lapsed_claim_can_be_freed_so_that_it_cannot_complete_any_more() {
+        let mut key = Cell::new();
+        let claim = reference(key.write("a", Some("f")));
+        key.pass(1_000);
+        assert_eq!(
+            key.run(&idempotency::force_release(None)),
+            Outcome::ForceRelease(ForceReleaseOutcome::Released(claim.version))
+        );
+        assert!(matches!(
+            key.complete(&claim, "1"),
+            CompleteOutcome::Stale(Stale { reason: StaleReason::Revoked, .. })
+        ));
+        assert_eq!(recovered(key.write("b", Some("g"))), Some(claim.version));
     }
 
     #[test]

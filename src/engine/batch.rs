@@ -123,7 +123,8 @@ pub(super) struct Shard<M: Machine> {
     sender: mpsc::UnboundedSender<Pending<M>>,
     backlog: VecDeque<Pending<M>>,
     parked: HashMap<Key, Group<M>>,
-    away_since: Option<Instant>,
+    /// Since when loads fail, and when the last one did.
+    away: Option<(Instant, Instant)>,
 }
 
 impl<M: Machine> Shard<M> {
@@ -146,7 +147,7 @@ impl<M: Machine> Shard<M> {
             sender,
             backlog: VecDeque::new(),
             parked: HashMap::new(),
-            away_since: None,
+            away: None,
         }
     }
 
@@ -244,7 +245,7 @@ impl<M: Machine> Shard<M> {
                 return self.load_failed(groups, &error);
             }
         };
-        self.away_since = None;
+        self.away = None;
         let Loaded { rows, now, floor, link } = loaded;
         let clock = StoreClock { now, sent };
         let mut decided: Vec<Decided<M>> = Vec::new();
@@ -380,7 +381,11 @@ impl<M: Machine> Shard<M> {
         };
         self.count_failure("load", failure, &error.to_string());
         let now = Instant::now();
-        let away_for = now - *self.away_since.get_or_insert(now);
+        // A failure of long ago, with no load since, says nothing of now.
+        let recent = self.away.filter(|(_, last)| now - *last < PATIENCE * 2);
+        let since = recent.map_or(now, |(since, _)| since);
+        self.away = Some((since, now));
+        let away_for = now - since;
         for mut group in groups {
             if away_for > PATIENCE {
                 let commands = std::mem::take(&mut group.commands);

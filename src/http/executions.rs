@@ -725,8 +725,9 @@ request! {
 
 /// End a claim of an execution by force
 ///
-/// For an operator, when its owner is known to be gone. The intent stays bound; the next claim is
-/// told `recovered`. Logged with its reason.
+/// For an operator, when its owner is known to be gone. A claim whose time is over is ended too,
+/// as long as nobody has claimed anew: its owner can then no longer complete. The intent stays
+/// bound; the next claim is told `recovered`. Logged with its reason.
 #[utoipa::path(
     post, path = "/v1/executions/force-release", operation_id = "forceReleaseExecution",
     tag = "executions",

@@ -44,7 +44,7 @@ use crate::store::StoreClock;
 /// The largest stored body, in bytes.
 pub(super) const BODY_BYTES: (&str, usize) = ("body_bytes", 1 << 20);
 /// The largest request that stores one: a body in base64, headers with escapes, and the rest.
-const STORE_BYTES: (&str, usize) = ("body_bytes", 2 << 20);
+const STORE_BYTES: (&str, usize) = ("body_bytes", 3 << 20);
 
 /// The routes.
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
@@ -944,8 +944,9 @@ request! {
 
 /// End the claim of a write by force
 ///
-/// For an operator, when its owner is known to be gone. The next claim is told `recovered`. Logged
-/// with its reason.
+/// For an operator, when its owner is known to be gone. A claim whose time is over is ended too,
+/// as long as nobody has claimed anew: its owner can then no longer complete. The fingerprint is
+/// forgotten; the next claim is told `recovered`. Logged with its reason.
 #[utoipa::path(
     post, path = "/v1/idempotency/force-release",
     operation_id = "forceReleaseIdempotencyRecord", tag = "idempotency",

@@ -14,7 +14,7 @@ use utoipa_axum::routes;
 
 use super::openapi::ReadProblems;
 use super::problem::Problem;
-use super::request::{Limit, Members, Metadata, WaitMs};
+use super::request::{Limit, Members, Metadata, Nothing, StrictQuery, WaitMs};
 use super::router::App;
 use super::shape::{millis, ok};
 use crate::domain::idempotency::Head;
@@ -223,7 +223,10 @@ impl Members for PlainBody {
         ReadProblems
     )
 )]
-async fn get_capabilities(State(app): State<Arc<App>>) -> Response {
+async fn get_capabilities(
+    State(app): State<Arc<App>>,
+    StrictQuery(Nothing): StrictQuery<Nothing>,
+) -> Response {
     let (backend, options) = (app.coordinator.backend(), app.coordinator.options());
     ok(Capabilities {
         version: env!("CARGO_PKG_VERSION"),
@@ -278,7 +281,8 @@ fn json_text(text: String) -> Response {
 
 /// A file of the API browser, which is part of the binary.
 fn docs(file: &str) -> Response {
-    let config = utoipa_swagger_ui::Config::from("/openapi.json");
+    // Its validator would ask a server elsewhere.
+    let config = utoipa_swagger_ui::Config::from("/openapi.json").validator_url("none");
     match utoipa_swagger_ui::serve(file, Arc::new(config)) {
         Ok(Some(file)) => {
             ([(header::CONTENT_TYPE, file.content_type)], file.bytes.to_vec()).into_response()

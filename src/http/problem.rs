@@ -148,7 +148,7 @@ impl Problem {
     }
 
     pub(super) fn already_completed(lease: &Lease) -> Self {
-        let detail = "something else is stored already; claim to learn what";
+        let detail = "it is completed already, and not by this; claim to learn with what";
         Self::new(StatusCode::CONFLICT, "already_completed", detail)
             .with(|body| body.current = Some(Current::of(lease, "completed")))
     }
@@ -167,17 +167,15 @@ impl Problem {
     pub(super) fn stale_lease(stale: &Stale, current: &'static str) -> Self {
         let detail = match stale.reason {
             StaleReason::Superseded => {
-                "a newer lease was granted for this key; stop the work that this one guarded"
+                "a newer claim was granted; stop the work that this one guarded"
             }
             StaleReason::Expired => {
-                "the lease expired, and others may have been told; stop the work and claim anew"
+                "its time ran out, and others may have been told; stop the work and claim anew"
             }
-            StaleReason::Released => "the lease was released already; claim anew",
-            StaleReason::Revoked => {
-                "an administrator freed the lease; stop the work that it guarded"
-            }
+            StaleReason::Released => "it was given back already; claim anew",
+            StaleReason::Revoked => "an administrator ended it; stop the work that it guarded",
             StaleReason::Unknown => {
-                "no such lease is known for this key: check key, owner_id and version"
+                "nothing is known of this claim: check its name, owner_id and version"
             }
         };
         Self::new(StatusCode::CONFLICT, "stale_lease", detail).with(|body| {
@@ -239,6 +237,10 @@ impl Problem {
         let body = serde_json::to_vec(&self.0).unwrap_or_default();
         let media_type = HeaderValue::from_static("application/problem+json");
         let mut reply = (self.status(), [(header::CONTENT_TYPE, media_type)], body).into_response();
+        if self.status() == StatusCode::PAYLOAD_TOO_LARGE {
+            // What is left of the body would have to be read first.
+            reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
         if let Some(millis) = self.0.retry_after_ms {
             let seconds = millis.div_ceil(1_000).max(1);
             reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));

@@ -6,15 +6,17 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
 use axum::extract::{FromRequest, FromRequestParts, Request};
-use axum::http::header::CONTENT_TYPE;
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::request::Parts;
 use bytes::Bytes;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
+use tokio::time::timeout;
 use uuid::Uuid;
 
 use super::problem::{FieldError, Problem};
@@ -57,15 +59,16 @@ pub(super) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    fn from_json(body: &'a [u8]) -> Result<Self, Problem> {
+    /// `name` is what to call the whole when it is not an object.
+    fn from_json(body: &'a [u8], name: &str) -> Result<Self, Problem> {
         let mut json = serde_json::Deserializer::from_slice(body);
         let members =
             RawObject::deserialize(&mut json).and_then(|object| json.end().map(|()| object));
         let RawObject(members) = members.map_err(|error| {
             if error.is_data() {
                 Problem::invalid_request(vec![FieldError {
-                    field: String::new(),
-                    message: "the body must be one JSON object".to_owned(),
+                    field: name.to_owned(),
+                    message: "must be one JSON object".to_owned(),
                 }])
             } else {
                 Problem::invalid_json(format!("the body is not JSON: {error}"))
@@ -154,7 +157,7 @@ impl<'a> Fields<'a> {
             self.error(name, "required: an object");
             return None;
         };
-        match read::<T>(Fields::from_json(raw.get().as_bytes())) {
+        match read::<T>(Fields::from_json(raw.get().as_bytes(), "")) {
             Ok(object) => Some(object),
             Err(problem) => {
                 self.adopt(name, problem);
@@ -187,7 +190,7 @@ impl<'a> Fields<'a> {
         }
         let mut items = Vec::with_capacity(raws.len());
         for (index, raw) in raws.iter().enumerate() {
-            match read::<T>(Fields::from_json(raw.get().as_bytes())) {
+            match read::<T>(Fields::from_json(raw.get().as_bytes(), "")) {
                 Ok(item) => items.push(item),
                 Err(problem) => self.adopt(&format!("{name}[{index}]"), problem),
             }
@@ -200,6 +203,13 @@ impl<'a> Fields<'a> {
 fn percent_decode(text: &str) -> Option<Cow<'_, str>> {
     if !text.contains(['%', '+']) {
         return Some(Cow::Borrowed(text));
+    }
+    let is_escape = |rest: &str| {
+        let digits = rest.as_bytes().get(..2);
+        digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_hexdigit))
+    };
+    if !text.split('%').skip(1).all(is_escape) {
+        return None;
     }
     let spaced = text.replace('+', " ");
     let decoded = percent_encoding::percent_decode_str(&spaced).decode_utf8().ok()?;
@@ -256,13 +266,16 @@ impl<'de> Deserialize<'de> for RawObject<'de> {
 struct MemberName<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// A request without members.
-struct Nothing;
+pub(super) struct Nothing;
 
 impl Members for Nothing {
     fn read(_fields: &mut Fields<'_>) -> Option<Self> {
         Some(Self)
     }
 }
+
+/// How long a body may take to arrive.
+const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A strict JSON body; its members do not go into the query.
 pub(super) struct Strict<T>(pub(super) T);
@@ -279,13 +292,22 @@ impl<S: Sync, T: Members> FromRequest<S> for Strict<T> {
         if !essence.is_some_and(|essence| essence.eq_ignore_ascii_case("application/json")) {
             return Err(Problem::unsupported_media_type());
         }
+        // Said at once, before the sender is asked to go on.
+        let declared =
+            request.headers().get(CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse().ok());
+        if declared.is_some_and(|length: usize| length > T::MAX_BYTES) {
+            return Err(Problem::payload_too_large(T::LIMIT, T::MAX_BYTES));
+        }
         let body = read_body(request.into_body(), T::LIMIT, T::MAX_BYTES).await?;
-        read(Fields::from_json(&body)).map(Self)
+        read(Fields::from_json(&body, "body")).map(Self)
     }
 }
 
 async fn read_body(body: Body, limit: &'static str, max: usize) -> Result<Bytes, Problem> {
-    to_bytes(body, max).await.map_err(|error| {
+    let Ok(bytes) = timeout(BODY_TIMEOUT, to_bytes(body, max)).await else {
+        return Err(Problem::invalid_json("the request body did not arrive within 5 s"));
+    };
+    bytes.map_err(|error| {
         let is_too_large = std::error::Error::source(&error)
             .is_some_and(<dyn std::error::Error>::is::<http_body_util::LengthLimitError>);
         if is_too_large {
@@ -341,7 +363,8 @@ text_field!(Uuid, |text: &str| {
 });
 
 fn integer(text: &str, min: i64, max: i64) -> Result<i64, String> {
-    let number: Option<i64> = serde_json::from_str(text).ok();
+    let is_bare = text.starts_with(|c: char| c == '-' || c.is_ascii_digit());
+    let number: Option<i64> = serde_json::from_str(text).ok().filter(|_| is_bare);
     number
         .filter(|number| (min..=max).contains(number))
         .ok_or_else(|| format!("must be an integer from {min} to {max}"))
@@ -515,7 +538,7 @@ mod tests {
     }
 
     fn errors(body: &str) -> Vec<String> {
-        match read::<Sample>(Fields::from_json(body.as_bytes())) {
+        match read::<Sample>(Fields::from_json(body.as_bytes(), "body")) {
             Ok(Sample { key, ttl_ms }) => {
                 assert!(!key.as_str().is_empty() && ttl_ms.is_none_or(|ttl| ttl.as_millis() > 0));
                 Vec::new()
@@ -556,7 +579,7 @@ mod tests {
             assert_eq!(errors(body), ["invalid_json"], "{body}");
         }
         for body in ["[]", "1", "null"] {
-            assert_eq!(errors(body), [""], "{body}");
+            assert_eq!(errors(body), ["body"], "{body}");
         }
         let deep = "[".repeat(30_000) + &"]".repeat(30_000);
         assert_eq!(errors(&format!(r#"{{"key":{deep}}}"#)), ["key"]);

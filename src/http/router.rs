@@ -121,7 +121,9 @@ async fn envelope(State(app): State<Arc<App>>, mut request: Request, next: Next)
     );
     request.extensions_mut().insert(Received { at, request_id: Arc::clone(&request_id) });
     let mut reply = next.run(request).instrument(span.clone()).await;
+    let mut is_expected = false;
     if let Some(problem) = reply.extensions_mut().remove::<Problem>() {
+        is_expected = problem.code() == "shutting_down";
         let allow = reply.headers_mut().remove(header::ALLOW);
         let no_store = reply.headers_mut().remove(header::CACHE_CONTROL);
         reply = problem.into_reply(&request_id);
@@ -134,13 +136,13 @@ async fn envelope(State(app): State<Arc<App>>, mut request: Request, next: Next)
     let took = at.elapsed();
     let labels = RouteLabels { route, status: reply.status().as_u16() };
     app.metrics.http_requests.get_or_create(&labels).observe(took.as_secs_f64());
-    span.in_scope(|| log(&reply, took));
+    span.in_scope(|| log(&reply, took, is_expected));
     reply
 }
 
-fn log(reply: &Response, took: Duration) {
-    let (status, millis) = (reply.status().as_u16(), took.as_millis());
-    if reply.status().is_server_error() {
+fn log(reply: &Response, took: Duration, is_expected: bool) {
+    let (status, millis) = (reply.status().as_u16(), super::shape::millis(took));
+    if reply.status().is_server_error() && !is_expected {
         tracing::warn!(status, millis, "request failed");
     } else {
         tracing::debug!(status, millis, "request");

@@ -1,17 +1,22 @@
 //! Serving until told to stop, and stopping in order.
 
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::serve::ListenerExt;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto::Builder;
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::router::App;
 
+/// How long a connection may stay without the head of a request, so that neither idle nor slow
+/// clients can hold all of them.
+const HEAD_TIMEOUT: Duration = Duration::from_mins(1);
 /// How long replies may take to leave after the end was asked for. With what closing the store
 /// takes, the process ends within ten seconds.
 const GRACE: Duration = Duration::from_secs(7);
@@ -19,36 +24,44 @@ const CLOSE: Duration = Duration::from_secs(2);
 
 /// Serves until `stop`, then answers every waiting call, finishes what was begun, and closes the
 /// store.
-///
-/// # Errors
-///
-/// The listener fails.
-pub async fn serve(
-    listener: TcpListener,
-    router: Router,
-    app: Arc<App>,
-    stop: CancellationToken,
-) -> io::Result<()> {
-    // Replies are small and written at once: nothing is gained by holding them back.
-    let listener = listener.tap_io(|stream| {
+pub async fn serve(listener: TcpListener, router: Router, app: Arc<App>, stop: CancellationToken) {
+    let mut builder = Builder::new(TokioExecutor::new());
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
+    let open = GracefulShutdown::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = stop.cancelled() => break,
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of file descriptors, perhaps: what is open goes on, and will end some time.
+                tracing::warn!(%error, "cannot accept a connection");
+                sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        // Replies are small and written at once: nothing is gained by holding them back.
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "TCP_NODELAY cannot be set");
         }
-    });
-    let draining = stop.clone();
-    let served = axum::serve(listener, router)
-        .with_graceful_shutdown(async move { draining.cancelled().await });
-    let serving = tokio::spawn(served.into_future());
-    stop.cancelled().await;
+        let service = TowerToHyperService::new(router.clone());
+        let connection = builder.serve_connection(TokioIo::new(stream), service).into_owned();
+        let connection = open.watch(connection);
+        tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "a connection broke");
+            }
+        });
+    }
     tracing::info!("shutting down");
+    drop(listener);
     app.coordinator.drain();
-    match timeout(GRACE, serving).await {
-        Ok(Ok(result)) => result?,
-        Ok(Err(error)) => tracing::error!(%error, "the server failed while shutting down"),
-        Err(_) => tracing::warn!("connections are still open after the grace period"),
+    if timeout(GRACE, open.shutdown()).await.is_err() {
+        tracing::warn!("connections are still open after the grace period");
     }
     if timeout(CLOSE, app.coordinator.close()).await.is_err() {
         tracing::warn!("the store did not close in time");
     }
-    Ok(())
 }

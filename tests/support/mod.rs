@@ -102,7 +102,7 @@ impl Service {
         let (router, app) = http::router(coordinator, metrics);
         let stop = CancellationToken::new();
         let served = http::serve(listener, router, Arc::clone(&app), stop.clone());
-        let serving = tokio::spawn(async move { served.await.unwrap() });
+        let serving = tokio::spawn(served);
         Self { client: Client::new(base), app, stop, serving: Some(serving), world: None }
     }
 

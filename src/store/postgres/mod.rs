@@ -272,22 +272,24 @@ impl PostgresStore {
         })
     }
 
-    /// Reads outside batches.
+    /// Reads outside batches. With a failure comes whether it is worth trying again: a connection
+    /// that was left lying may have died meanwhile.
     async fn read<T>(
         &self,
         reading: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
-    ) -> Result<T, StoreError> {
+    ) -> Result<T, (StoreError, bool)> {
         let whole = async {
             let mut slot = self.reads.lock().await;
-            let mut linked = self.linked(&mut slot).await?;
+            let was_lying = slot.is_some();
+            let mut linked = self.linked(&mut slot).await.map_err(|error| (error, false))?;
             let done = reading(&mut linked.connection).await;
             let is_usable = done.as_ref().err().is_none_or(|error| classify(error, false).1);
             *slot = Some(linked).filter(|_| is_usable);
-            done.map_err(|error| classify(&error, false).0)
+            done.map_err(|error| (classify(&error, false).0, was_lying && !is_usable))
         };
-        timeout(READ_TIMEOUT, whole)
-            .await
-            .unwrap_or_else(|_| Err(StoreError::Away("the database did not answer in time".into())))
+        timeout(READ_TIMEOUT, whole).await.unwrap_or_else(|_| {
+            Err((StoreError::Away("the database did not answer in time".into()), false))
+        })
     }
 
     async fn linked(&self, slot: &mut Option<Linked>) -> Result<Linked, StoreError> {
@@ -351,11 +353,12 @@ impl<T: Table> Store<T> for PostgresStore {
     }
 
     async fn list(&self, query: ListQuery) -> Result<Listed<T::State>, StoreError> {
-        self.read(async |connection| {
-            let (rows, now) = table::list::<T>(connection, &query).await?;
-            Ok(Listed { rows, now })
-        })
-        .await
+        let mut listed = self.read(async |c| table::list::<T>(c, &query).await).await;
+        if let Err((_, true)) = listed {
+            listed = self.read(async |c| table::list::<T>(c, &query).await).await;
+        }
+        let (rows, now) = listed.map_err(|(error, _)| error)?;
+        Ok(Listed { rows, now })
     }
 }
 
@@ -433,7 +436,11 @@ impl Backend for PostgresStore {
     }
 
     async fn check(&self) -> Result<(), StoreError> {
-        if self.read(async |connection| link::is_standby(connection).await).await? {
+        let mut is_standby = self.read(async |c| link::is_standby(c).await).await;
+        if let Err((_, true)) = is_standby {
+            is_standby = self.read(async |c| link::is_standby(c).await).await;
+        }
+        if is_standby.map_err(|(error, _)| error)? {
             *self.reads.lock().await = None;
             return Err(StoreError::Away("the server has become a standby".into()));
         }
