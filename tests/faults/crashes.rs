@@ -431,14 +431,22 @@ async fn without_migration_an_empty_database_is_refused_with_a_hint() {
 }
 
 /// A Postgres server of this test's own, which it can stop as a crash would.
-struct Server {
+pub(crate) struct Server {
     directory: tempfile::TempDir,
     programs: PathBuf,
     port: u16,
 }
 
 impl Server {
-    fn start() -> Self {
+    pub(crate) fn start() -> Self {
+        let server = Self::prepare();
+        server.run("initdb", &["-U", "postgres", "--auth=trust", "--no-locale", "--no-sync"]);
+        server.launch();
+        server
+    }
+
+    /// A folder and a port, without a server yet.
+    fn prepare() -> Self {
         let programs = std::env::var_os("FENCEPOST_TEST_PG_BIN").map_or_else(programs, Into::into);
         let directory = tempfile::Builder::new().prefix("fencepost").tempdir().unwrap();
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -448,16 +456,29 @@ impl Server {
             let status = Command::new("chown").args([owner(), &path]).status().unwrap();
             assert!(status.success());
         }
-        server.run("initdb", &["-U", "postgres", "--auth=trust", "--no-locale", "--no-sync"]);
-        server.launch();
         server
+    }
+
+    /// A standby of this server, which follows it.
+    pub(crate) fn standby(&self) -> Self {
+        let standby = Self::prepare();
+        let port = self.port.to_string();
+        let from = ["-R", "-h", "127.0.0.1", "-U", "postgres", "-p", &port];
+        standby.run("pg_basebackup", &from);
+        standby.launch();
+        standby
+    }
+
+    /// Makes a standby a primary, on a new timeline.
+    pub(crate) fn promote(&self) {
+        self.run("pg_ctl", &["-w", "promote"]);
     }
 
     fn data(&self) -> PathBuf {
         self.directory.path().join("data")
     }
 
-    fn launch(&self) {
+    pub(crate) fn launch(&self) {
         let (folder, log) = (self.directory.path(), self.directory.path().join("log"));
         let options = format!(
             "-p {} -c listen_addresses=127.0.0.1 -c unix_socket_directories='{}'",
@@ -468,11 +489,11 @@ impl Server {
     }
 
     /// As if its power had failed, but for the files, which are as the system has them.
-    fn crash(&self) {
+    pub(crate) fn crash(&self) {
         self.run("pg_ctl", &["-m", "immediate", "-w", "stop"]);
     }
 
-    fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("postgres://postgres@127.0.0.1:{}/postgres", self.port)
     }
 

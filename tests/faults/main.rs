@@ -23,6 +23,7 @@ mod clocks;
 mod crashes;
 mod deadlocks;
 mod expiry;
+mod failover;
 mod leaders;
 mod locks;
 mod records;

@@ -82,6 +82,11 @@ impl Servers {
         self.options[self.current.load(Ordering::Relaxed)].clone()
     }
 
+    /// Which of the servers that is.
+    pub(super) fn index(&self) -> usize {
+        self.current.load(Ordering::Relaxed)
+    }
+
     pub(super) fn count(&self) -> usize {
         self.options.len()
     }

@@ -66,12 +66,17 @@ impl Wakes {
     /// Sends messages as they come, all that have gathered at once.
     pub(super) async fn notify(self: Arc<Self>, mut messages: mpsc::UnboundedReceiver<Message>) {
         let mut connection: Option<PgConnection> = None;
+        let mut server = self.servers.index();
         let mut gathered = Vec::new();
         let mut has_missed = false;
         loop {
             tokio::select! {
                 _ = messages.recv_many(&mut gathered, usize::MAX) => {}
                 () = self.stop.cancelled() => return,
+            }
+            if self.servers.index() != server {
+                server = self.servers.index();
+                connection = None;
             }
             let payload = self.payload(&gathered, has_missed);
             gathered.clear();
@@ -196,6 +201,7 @@ impl Wakes {
         timeout(IO_TIMEOUT, listener.listen(CHANNEL)).await.map_err(|_| timed_out())??;
         // Only now, so that no change falls between the read and the listening.
         self.waker.wake_all();
+        let server = self.servers.index();
         let mut probes = interval(PROBE_EVERY);
         let mut overdue: Option<Instant> = None;
         loop {
@@ -211,6 +217,10 @@ impl Wakes {
                     }
                 }
                 _ = probes.tick() => {
+                    if self.servers.index() != server {
+                        // Another is the primary now, while this one still answers.
+                        return Ok(());
+                    }
                     let _ = messages.send(Message::Probe);
                     overdue.get_or_insert(Instant::now() + PROBE_TIMEOUT);
                 }
