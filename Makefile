@@ -25,6 +25,10 @@ run: ## Run the service (release build); ARGS are its arguments
 test: ## Run every test against a real PostgreSQL; ARGS go to cargo test
 	scripts/with-postgres cargo test --locked $(ARGS)
 
+.PHONY: figures
+figures: ## Run the fault tests and show the figures that they measure
+	scripts/with-postgres cargo test --locked --test faults -- --nocapture
+
 .PHONY: lint
 lint: ## Check formatting, clippy and the shell scripts
 	cargo fmt --check
