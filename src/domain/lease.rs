@@ -504,8 +504,9 @@ fn campaign(
     let extend = |lease: &Lease| {
         let remaining = lease.expires_at.as_micros() - at.now.as_micros();
         if remaining * 3 > wish.ttl.as_millis() * 1_000 * 2 {
-            let lease = lease.clone();
-            return Decision::Keep(CampaignOutcome::Leading { lease, is_new: false });
+            // New if it is this very campaign's, come back to after a lost answer.
+            let is_new = lease.grant_id == wish.grant_id;
+            return Decision::Keep(CampaignOutcome::Leading { lease: lease.clone(), is_new });
         }
         let extended = Lease {
             ttl: wish.ttl,
