@@ -5,10 +5,10 @@
 //! ratios. All figures of one table come from one run, with the contestants taking turns: on a
 //! noisy machine only the ratios mean something.
 //!
-//! * **floor**: the same server, reading the same request and writing the same reply, without
-//!   engine and store.
-//! * **naive**: the same server with one conditional statement for each request, through a pool.
-//! * **redis**: the same server with a claim script on Redis, `appendfsync always`.
+//! * **floor**: the same server and handler, reading the same request and writing the same reply,
+//!   without engine and store.
+//! * **naive**: the same handler with one conditional statement for each request, through a pool.
+//! * **redis**: the same handler with a claim script on Redis, `appendfsync always`.
 //! * **etcd**: its JSON gateway: a lease, then a transaction that puts if absent.
 
 #![expect(
@@ -198,25 +198,11 @@ mod contestants {
     use std::process::{Child, Command, Stdio};
     use std::sync::Arc;
 
-    use axum::extract::State;
-    use axum::response::{IntoResponse, Response};
-    use axum::routing::post;
-    use axum::{Json, Router};
     use fencepost::coordinator::{Coordinator, CoordinatorOptions};
-    use fencepost::http;
+    use fencepost::http::{self, Rival};
     use fencepost::store::PgPool;
-    use serde::Deserialize;
-    use serde_json::json;
     use tokio::net::TcpListener;
     use tokio_util::sync::CancellationToken;
-
-    /// A claim, read like any service would.
-    #[derive(Deserialize)]
-    struct Claim {
-        key: String,
-        owner_id: String,
-        ttl_ms: i64,
-    }
 
     const NAIVE_TABLE: &str = "
         CREATE TABLE IF NOT EXISTS naive_leases (
@@ -233,33 +219,17 @@ mod contestants {
         WHERE l.expires_at <= clock_timestamp()
         RETURNING version";
 
-    async fn naive_claim(State(pool): State<PgPool>, Json(claim): Json<Claim>) -> Response {
-        let version: Option<i64> = sqlx::query_scalar(NAIVE_CLAIM)
-            .bind(&claim.key)
-            .bind(&claim.owner_id)
-            .bind(claim.ttl_ms as f64)
-            .fetch_optional(&pool)
-            .await
-            .unwrap();
-        claimed(&claim, version)
-    }
-
-    fn claimed(claim: &Claim, version: Option<i64>) -> Response {
-        let reply = match version {
-            Some(version) => json!({
-                "outcome": "claimed",
-                "lease": {"key": claim.key, "owner_id": claim.owner_id, "version": version,
-                          "ttl_ms": claim.ttl_ms, "expires_in_ms": claim.ttl_ms},
-            }),
-            None => json!({"outcome": "held"}),
-        };
-        Json(reply).into_response()
-    }
-
-    #[derive(Clone)]
-    struct Redis {
-        connection: redis::aio::MultiplexedConnection,
-        script: Arc<redis::Script>,
+    fn naive(pool: PgPool) -> Rival {
+        Arc::new(move |key, owner_id, ttl| {
+            let pool = pool.clone();
+            Box::pin(async move {
+                let claim = sqlx::query_scalar(NAIVE_CLAIM)
+                    .bind(key.as_str())
+                    .bind(owner_id.as_str())
+                    .bind(ttl.as_millis() as f64);
+                claim.fetch_optional(&pool).await.unwrap()
+            })
+        })
     }
 
     const REDIS_CLAIM: &str = "
@@ -268,17 +238,23 @@ mod contestants {
         end
         return nil";
 
-    async fn redis_claim(State(redis): State<Redis>, Json(claim): Json<Claim>) -> Response {
-        let mut connection = redis.connection.clone();
-        let version: Option<i64> = redis
-            .script
-            .key(&claim.key)
-            .arg(&claim.owner_id)
-            .arg(claim.ttl_ms)
-            .invoke_async(&mut connection)
-            .await
-            .unwrap();
-        claimed(&claim, version)
+    async fn redis(url: &str) -> Rival {
+        let client = redis::Client::open(url).unwrap();
+        let connection = client.get_multiplexed_async_connection().await.unwrap();
+        let script = Arc::new(redis::Script::new(REDIS_CLAIM));
+        Arc::new(move |key, owner_id, ttl| {
+            let (mut connection, script) = (connection.clone(), Arc::clone(&script));
+            Box::pin(async move {
+                let mut claim = script.key(key.as_str());
+                claim.arg(owner_id.as_str()).arg(ttl.as_millis());
+                claim.invoke_async(&mut connection).await.unwrap()
+            })
+        })
+    }
+
+    /// What HTTP alone costs.
+    fn floor() -> Rival {
+        Arc::new(|_, _, _| Box::pin(async { Some(1_796_025_600_000_000) }))
     }
 
     /// Serves until killed; prints the address.
@@ -286,21 +262,15 @@ mod contestants {
         let options = CoordinatorOptions::default();
         let metrics = Arc::clone(&options.metrics);
         let coordinator = Coordinator::open(database_url, options).await.unwrap();
-        let pool = coordinator.pool();
-        let (mut router, app) = http::router_with_floor(coordinator, metrics);
-        if let Some(pool) = pool {
+        let mut rivals = vec![("/bench/floor", floor())];
+        if let Some(pool) = coordinator.pool() {
             sqlx::raw_sql(NAIVE_TABLE).execute(&pool).await.unwrap();
-            router = router
-                .merge(Router::new().route("/bench/naive", post(naive_claim)).with_state(pool));
+            rivals.push(("/bench/naive", naive(pool)));
         }
         if let Some(url) = redis_url {
-            let client = redis::Client::open(url).unwrap();
-            let connection = client.get_multiplexed_async_connection().await.unwrap();
-            let script = Arc::new(redis::Script::new(REDIS_CLAIM));
-            let redis = Redis { connection, script };
-            router = router
-                .merge(Router::new().route("/bench/redis", post(redis_claim)).with_state(redis));
+            rivals.push(("/bench/redis", redis(url).await));
         }
+        let (router, app) = http::router_with_rivals(coordinator, metrics, rivals);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         println!("{}", listener.local_addr().unwrap());
         http::serve(listener, router, app, CancellationToken::new()).await;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::extract::{Extension, State};
 use axum::response::Response;
-use futures_util::future::join_all;
+use futures_util::future::{BoxFuture, join_all};
 use serde::Serialize;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -47,31 +47,49 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(force_release_lease))
 }
 
-/// A claim that is read and answered like any other, without engine and store: what HTTP alone
-/// costs.
-pub(super) fn floor() -> axum::Router<Arc<App>> {
-    axum::Router::new().route("/bench/floor", axum::routing::post(claim_nothing))
+/// Another way to grant a claim, to measure the service against: gives the version, if granted.
+#[doc(hidden)]
+pub type Rival =
+    Arc<dyn Fn(Name, OwnerId, Ttl) -> BoxFuture<'static, Option<i64>> + Send + Sync + 'static>;
+
+/// Claims that are read and answered like any other, but granted by a rival.
+pub(super) fn rivals(rivals: Vec<(&'static str, Rival)>) -> axum::Router<Arc<App>> {
+    rivals.into_iter().fold(axum::Router::new(), |router, (path, rival)| {
+        router.route(
+            path,
+            axum::routing::post(
+                |Extension(received): Extension<Received>,
+                 Strict(request): Strict<ClaimLeaseRequest>| {
+                    claim_from_rival(rival, received, request)
+                },
+            ),
+        )
+    })
 }
 
-async fn claim_nothing(
-    Extension(received): Extension<Received>,
-    Strict(request): Strict<ClaimLeaseRequest>,
-) -> Response {
+async fn claim_from_rival(
+    rival: Rival,
+    received: Received,
+    request: ClaimLeaseRequest,
+) -> Result<Response, Problem> {
+    let ClaimLeaseRequest { key, owner_id, ttl_ms: ttl, attempt_id, metadata, .. } = request;
+    let sent = std::time::Instant::now();
+    let granted = rival(key.clone(), owner_id.clone(), ttl).await;
+    let version = granted.and_then(Version::new).ok_or_else(Problem::internal)?;
     let now = Timestamp::from_micros(1_796_025_600_000_000);
     let lease = Lease {
-        version: Version::from_stored(now.as_micros()),
+        version,
         status: Status::Held,
-        owner_id: request.owner_id,
-        attempt_id: request.attempt_id,
+        owner_id,
+        attempt_id,
         grant_id: 0,
-        ttl: request.ttl_ms,
+        ttl,
         acquired_at: now,
-        expires_at: now.after(request.ttl_ms),
+        expires_at: now.after(ttl),
         recovered_from: None,
-        metadata: request.metadata.map(|Metadata(text)| text),
+        metadata: metadata.map(|Metadata(text)| text),
     };
-    let clock = StoreClock { now, sent: std::time::Instant::now() };
-    claimed(&request.key, &lease, false, clock, received.elapsed_ms())
+    Ok(claimed(&key, &lease, false, StoreClock { now, sent }, received.elapsed_ms()))
 }
 
 /// The largest body of a `-many` call.

@@ -13,6 +13,7 @@ mod serve;
 mod shape;
 mod token;
 
+pub use leases::Rival;
 pub use openapi::Documents;
-pub use router::{App, documents, router, router_with_floor};
+pub use router::{App, documents, router, router_with_rivals};
 pub use serve::serve;

@@ -71,10 +71,14 @@ pub fn router(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<A
     build(coordinator, metrics, Router::new())
 }
 
-/// The service, and beside it `/bench/floor`: what the benchmark measures it against.
+/// The service, and beside it, at their paths, what a benchmark measures it against.
 #[doc(hidden)]
-pub fn router_with_floor(coordinator: Coordinator, metrics: Arc<Metrics>) -> (Router, Arc<App>) {
-    build(coordinator, metrics, leases::floor())
+pub fn router_with_rivals(
+    coordinator: Coordinator,
+    metrics: Arc<Metrics>,
+    rivals: Vec<(&'static str, leases::Rival)>,
+) -> (Router, Arc<App>) {
+    build(coordinator, metrics, leases::rivals(rivals))
 }
 
 fn build(
