@@ -3,12 +3,9 @@
 
 -- One row for each key that was claimed and is not forgotten yet: its newest generation.
 CREATE TABLE leases (
-    -- Which machine the key belongs to: 1 lease, 2 leader.
-    kind           INTEGER NOT NULL,
-    namespace      TEXT NOT NULL,
-    -- Always empty here; part of every key, so that one set of statements serves all tables.
-    scope          TEXT NOT NULL,
-    key            TEXT NOT NULL,
+    -- Kind (1 lease, 2 leader), namespace, scope (always empty here) and key, with U+001F between
+    -- them.
+    id             TEXT NOT NULL,
     -- The guard of every write, and never below the clock.
     revision       INTEGER NOT NULL,
     -- The fencing token of the generation: the revision that its grant took.
@@ -28,18 +25,15 @@ CREATE TABLE leases (
     -- A JSON object of strings, as text.
     metadata       TEXT,
     -- The only index, and the table itself: every access is by key, clean-up included.
-    PRIMARY KEY (kind, namespace, scope, key)
+    PRIMARY KEY (id)
 ) STRICT, WITHOUT ROWID;
 
 -- One row for each execution and each stored response that was claimed or put and is not forgotten:
 -- the newest generation of its claim, and what it led to.
 CREATE TABLE records (
-    -- Which machine the key belongs to: 3 execution, 4 stored response.
-    kind           INTEGER NOT NULL,
-    namespace      TEXT NOT NULL,
-    -- Whose it is within the namespace; '' for executions.
-    scope          TEXT NOT NULL,
-    key            TEXT NOT NULL,
+    -- As in leases. Kind: 3 execution, 4 stored response. Scope: whose it is within the namespace;
+    -- empty for executions.
+    id             TEXT NOT NULL,
     -- As in leases.
     revision       INTEGER NOT NULL,
     version        INTEGER NOT NULL,
@@ -66,7 +60,7 @@ CREATE TABLE records (
     -- The response's body, whatever bytes it has.
     body           BLOB,
     -- With a rowid, unlike leases: the rows can be large, and would make a tree of them slow.
-    PRIMARY KEY (kind, namespace, scope, key)
+    PRIMARY KEY (id)
 ) STRICT;
 
 -- One row of what the service must remember about itself.

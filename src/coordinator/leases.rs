@@ -78,7 +78,7 @@ impl<'a> Leases<'a> {
     }
 
     pub(super) fn key(&self, name: &Name) -> Key {
-        self.shared.key(self.kind, Scope::none(), name)
+        self.shared.key(self.kind, &Scope::none(), name)
     }
 
     async fn ask(

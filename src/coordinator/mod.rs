@@ -303,8 +303,8 @@ impl Coordinator {
 }
 
 impl Shared {
-    fn key(&self, kind: Kind, scope: Scope, name: &Name) -> Key {
-        Key { kind, namespace: self.namespace.clone(), scope, name: name.clone() }
+    fn key(&self, kind: Kind, scope: &Scope, name: &Name) -> Key {
+        Key::new(kind, &self.namespace, scope, name.as_str())
     }
 }
 

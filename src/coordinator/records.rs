@@ -29,7 +29,7 @@ impl Records<'_> {
         name: &Name,
         command: Command,
     ) -> Result<Answer<RecordMachine>, EngineError> {
-        let key = self.shared.key(self.kind, scope.clone(), name);
+        let key = self.shared.key(self.kind, scope, name);
         self.shared.records.ask(&key, command).await
     }
 
@@ -47,7 +47,7 @@ impl Records<'_> {
         let reply = if wait.is_zero() {
             outcome!(self.ask(scope, name, command).await?, Claim)?
         } else {
-            let key = self.shared.key(self.kind, scope.clone(), name);
+            let key = self.shared.key(self.kind, scope, name);
             engine.wait(&key, ClaimInLine { command }, wait, true).await??
         };
         reply.still_running(|outcome| match outcome {

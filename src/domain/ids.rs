@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// Why a text is not acceptable, worded for the person who sent it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -151,31 +151,64 @@ pub enum Kind {
     Idempotency = 4,
 }
 
-/// The full identity of a row.
+/// The full identity of a row: kind, namespace, scope and name, as one text, in which
+/// [`Key::SEPARATOR`] stands between them. Its order is theirs, one after the other.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Key {
-    /// The machine.
-    pub kind: Kind,
-    /// The tenant.
-    pub namespace: Namespace,
-    /// Whose it is within the tenant; empty but for stored responses.
-    pub scope: Scope,
-    /// The name that callers use.
-    pub name: Name,
-}
+pub struct Key(Arc<str>);
 
 impl Key {
+    /// What stands between the parts: U+001F, which none of them can contain.
+    pub const SEPARATOR: char = '\u{1f}';
+
+    /// The key of these parts.
+    #[must_use]
+    pub fn new(kind: Kind, namespace: &Namespace, scope: &Scope, name: &str) -> Self {
+        let (kind, namespace, scope) = (char::from(b'0' + kind as u8), &*namespace.0, &*scope.0);
+        let separator = Self::SEPARATOR;
+        Self(format!("{kind}{separator}{namespace}{separator}{scope}{separator}{name}").into())
+    }
+
+    /// A key as a store kept it.
+    #[must_use]
+    pub fn from_stored(text: impl Into<Arc<str>>) -> Self {
+        Self(text.into())
+    }
+
+    /// The whole text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The machine; `None` for one that this version does not know.
+    #[must_use]
+    pub fn kind(&self) -> Option<Kind> {
+        Some(match self.0.as_bytes().first()? {
+            b'1' => Kind::Lease,
+            b'2' => Kind::Leader,
+            b'3' => Kind::Execution,
+            b'4' => Kind::Idempotency,
+            _ => return None,
+        })
+    }
+
+    /// The tenant. Keys of two namespaces never meet.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        self.0.split(Self::SEPARATOR).nth(1).unwrap_or_default()
+    }
+
+    /// The name that callers use.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.0.rsplit(Self::SEPARATOR).next().unwrap_or_default()
+    }
+
     /// A 64-bit hash that every replica, of any build, computes alike. It travels in wake-up
     /// messages and picks a shard; nothing is ever decided by it.
     #[must_use]
     pub fn hash64(&self) -> u64 {
-        let mut hasher = Xxh3::new();
-        hasher.update(&[self.kind as u8]);
-        for part in [self.namespace.as_str(), self.scope.as_str(), self.name.as_str()] {
-            hasher.update(&(part.len() as u64).to_le_bytes());
-            hasher.update(part.as_bytes());
-        }
-        hasher.digest()
+        xxh3_64(self.0.as_bytes())
     }
 }
 
@@ -195,14 +228,26 @@ mod tests {
 
     #[test]
     fn hashes_are_the_same_in_every_build_and_keep_parts_apart() {
-        let key = |namespace: &str, name: &str| Key {
-            kind: Kind::Lease,
-            namespace: Namespace::from_stored(namespace),
-            scope: Scope::none(),
-            name: Name::from_stored(name),
+        let key = |namespace, name| {
+            Key::new(Kind::Lease, &Namespace::from_stored(namespace), &Scope::none(), name)
         };
         assert_ne!(key("a", "b:c").hash64(), key("a:b", "c").hash64());
         assert_ne!(key("ab", "c").hash64(), key("a", "bc").hash64());
-        assert_eq!(key("default", "x").hash64(), 4_580_747_622_235_682_575);
+        assert_eq!(key("default", "x").hash64(), 1_953_305_087_662_282_151);
+    }
+
+    #[test]
+    fn a_key_is_read_as_it_was_made_and_ordered_by_its_parts() {
+        let key = |kind, namespace, scope, name| {
+            let scope = Scope::from_stored(scope);
+            Key::new(kind, &Namespace::from_stored(namespace), &scope, name)
+        };
+        let one = key(Kind::Idempotency, "n", "s", "a b");
+        assert_eq!(one.kind(), Some(Kind::Idempotency));
+        assert_eq!((one.namespace(), one.name()), ("n", "a b"));
+        assert_eq!(Key::from_stored(one.as_str()), one);
+        // A shorter scope comes first, whatever follows it.
+        assert!(key(Kind::Lease, "n", "s", "z") < key(Kind::Lease, "n", "s!", "a"));
+        assert!(key(Kind::Lease, "z", "", "z") < key(Kind::Leader, "a", "", "a"));
     }
 }

@@ -381,6 +381,14 @@ impl Machine for LeaseMachine {
         has_ended(before, after)
     }
 
+    fn changes_at(lease: &Lease) -> Option<Timestamp> {
+        (lease.status == Status::Held).then_some(lease.expires_at)
+    }
+
+    fn is_worth_remembering(lease: &Lease) -> bool {
+        lease.metadata.as_ref().is_none_or(|metadata| metadata.len() <= 256)
+    }
+
     fn is_void_without_caller(command: &Command) -> bool {
         match command {
             Command::Claim(_)

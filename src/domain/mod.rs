@@ -46,6 +46,12 @@ pub trait Machine: Debug + Send + Sync + 'static {
     /// Whether the step from `before` to `after` is one that waiters must hear of.
     fn wakes(before: Option<&Self::State>, after: &Self::State) -> bool;
 
+    /// When time alone changes what a row means, if ever.
+    fn changes_at(state: &Self::State) -> Option<Timestamp>;
+
+    /// Whether a row is small, and likely to be written next rather than read.
+    fn is_worth_remembering(state: &Self::State) -> bool;
+
     /// Whether the command is pointless once its caller has gone: a claim is, a release is not.
     fn is_void_without_caller(command: &Self::Command) -> bool;
 

@@ -17,7 +17,8 @@ use bytes::Bytes;
 
 use super::ids::{Binding, CorrelationId, Kind, OwnerId};
 use super::lease::{
-    self, Claim, Ending, ForceReleaseOutcome, Lease, Reference, Stale, StaleReason, Status,
+    self, Claim, Ending, ForceReleaseOutcome, Lease, LeaseMachine, Reference, Stale, StaleReason,
+    Status,
 };
 use super::time::{Retention, Timestamp, Ttl};
 use super::version::Version;
@@ -352,6 +353,18 @@ impl Machine for RecordMachine {
 
     fn wakes(before: Option<&Record>, after: &Record) -> bool {
         lease::has_ended(before.map(|record| &record.lease), &after.lease)
+    }
+
+    fn changes_at(record: &Record) -> Option<Timestamp> {
+        match &record.completion {
+            Some(completion) => completion.until,
+            None => LeaseMachine::changes_at(&record.lease),
+        }
+    }
+
+    /// What is completed is only replayed.
+    fn is_worth_remembering(record: &Record) -> bool {
+        record.completion.is_none() && LeaseMachine::is_worth_remembering(&record.lease)
     }
 
     fn is_void_without_caller(command: &Command) -> bool {

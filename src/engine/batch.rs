@@ -1,4 +1,4 @@
-//! The shard loop: gather, load, decide, store, answer.
+//! The shard loop: gather, load what must be loaded, decide, store, answer.
 //!
 //! What the store's failures mean here:
 //!
@@ -12,8 +12,8 @@
 //! Nothing here sleeps while other keys have work: a key that must wait is parked, with all
 //! commands that arrive for it, and the loop goes on.
 
+use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,12 +21,13 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::{Answer, EngineError, Grant, Hub, Limits};
+use super::recall::{Guess, Recall};
+use super::{Answer, EngineError, Grant, Hub, KeyMap, Limits};
 use crate::domain::ids::Key;
 use crate::domain::version::Version;
 use crate::domain::{At, Decision, Machine};
 use crate::store::{
-    Backend, Link, Loaded, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write,
+    Backend, Loaded, Moment, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write,
 };
 use crate::telemetry::{FailureLabels, Metrics};
 
@@ -71,7 +72,8 @@ impl<M: Machine> Pending<M> {
     /// The command that takes back what this one may have granted.
     fn undo(&self) -> Option<Self> {
         let command = M::undo(&self.command)?;
-        Some(Self::new(self.key.clone(), command, Instant::now() + UNDO_FOR, None))
+        let deadline = Instant::now() + UNDO_FOR;
+        Some(Self::new(self.key.clone(), command, deadline, None))
     }
 
     fn fail(self, error: EngineError) {
@@ -103,14 +105,47 @@ struct Group<M: Machine> {
     due: Instant,
 }
 
-/// What a group's commands come to, given the row.
+/// What a group's commands come to if a write is accepted.
 struct Decided<M: Machine> {
-    key: Key,
     tries: u32,
-    /// In order; they hold if the write is accepted.
+    /// In order.
     answers: Vec<(Pending<M>, M::Outcome, i64)>,
-    write: Write<M::State>,
     wakes: bool,
+    /// Whether the row was remembered, not loaded.
+    is_guess: bool,
+}
+
+/// What a batch comes to: decisions, and the writes that they wait for, in the same order.
+struct Plan<M: Machine> {
+    decided: Vec<Decided<M>>,
+    writes: Vec<Write<M::State>>,
+}
+
+/// A group, and what its key is taken to hold.
+type Guessed<M> = (Group<M>, Option<Row<<M as Machine>::State>>);
+
+/// A batch before anything is loaded.
+struct Sorted<M: Machine> {
+    /// To be decided on what is remembered.
+    guessed: Vec<Guessed<M>>,
+    /// What the store could tell without being asked.
+    known: Option<Moment>,
+    /// To be loaded.
+    asked: Vec<Group<M>>,
+}
+
+/// Whether the first command of a group is a write, on a row that is not certain.
+fn is_write<M: Machine>(group: &Group<M>, row: Option<&Row<M::State>>, moment: Moment) -> bool {
+    let (state, revision) = (row.map(|row| &row.state), row.map(|row| row.revision));
+    // The store accepts the write up to `until`: before that, time must not change the answer.
+    let end = state.and_then(M::changes_at).filter(|end| *end > moment.clock.now);
+    let is_unsure = end.is_some_and(|end| moment.until.is_some_and(|until| end <= until));
+    let stamp = Version::next(revision, moment.floor, moment.clock.now).filter(|_| !is_unsure);
+    let first = group.commands.first();
+    first.zip(stamp).is_some_and(|(pending, stamp)| {
+        let at = At { now: moment.clock.now, stamp };
+        matches!(M::apply(state, &pending.command, at), Decision::Write(..))
+    })
 }
 
 pub(super) struct Shard<M: Machine> {
@@ -122,7 +157,8 @@ pub(super) struct Shard<M: Machine> {
     metrics: Arc<Metrics>,
     sender: mpsc::UnboundedSender<Pending<M>>,
     backlog: VecDeque<Pending<M>>,
-    parked: HashMap<Key, Group<M>>,
+    parked: KeyMap<Group<M>>,
+    recall: Recall<M>,
     /// Since when loads fail, and when the last one did.
     away: Option<(Instant, Instant)>,
 }
@@ -146,7 +182,8 @@ impl<M: Machine> Shard<M> {
             metrics,
             sender,
             backlog: VecDeque::new(),
-            parked: HashMap::new(),
+            parked: KeyMap::default(),
+            recall: Recall::new(),
             away: None,
         }
     }
@@ -183,8 +220,10 @@ impl<M: Machine> Shard<M> {
     /// Takes what can be worked on now, grouped by key.
     fn gather(&mut self) -> Vec<Group<M>> {
         let now = Instant::now();
-        let mut groups: Vec<Group<M>> = Vec::new();
-        let mut index: HashMap<Key, usize> = HashMap::new();
+        let room = self.backlog.len().min(MAX_KEYS);
+        let mut groups: Vec<Group<M>> = Vec::with_capacity(room);
+        let mut index: KeyMap<usize> = KeyMap::default();
+        index.reserve(room);
         let due: Vec<Key> = self
             .parked
             .iter()
@@ -233,47 +272,119 @@ impl<M: Machine> Shard<M> {
             self.metrics.batch_commands.observe(commands as f64);
             self.metrics.batch_keys.observe(groups.len() as f64);
         }
-        let keys: Vec<Key> = groups.iter().map(|group| group.key.clone()).collect();
-        let sent = std::time::Instant::now();
-        let loaded = timeout(self.limits.store_timeout, self.store.load(self.lane, &keys)).await;
-        self.metrics.store_call("load", sent.elapsed());
-        let loaded = match loaded {
-            Ok(Ok(loaded)) => loaded,
-            Ok(Err(error)) => return self.load_failed(groups, &error),
-            Err(_) => {
-                let error = StoreError::Away("the store did not answer in time".into());
-                return self.load_failed(groups, &error);
-            }
+        let count = groups.len();
+        let Sorted { guessed, known, asked } = self.sort_out(groups).await;
+        let (decided, writes) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        let mut plan = Plan { decided, writes };
+        let moment = match (known, asked.is_empty()) {
+            (Some(moment), true) => moment,
+            _ => match self.load(&asked).await {
+                Ok(Loaded { rows, moment }) => {
+                    self.away = None;
+                    // What this store tells without being asked, it could not before its first load.
+                    if known.is_some() || self.known().await.is_some() {
+                        self.recall.follow(moment.link);
+                    }
+                    for (group, row) in asked.into_iter().zip(rows) {
+                        self.decide_loaded(group, row, moment, &mut plan);
+                    }
+                    moment
+                }
+                Err(error) => {
+                    let guessed = guessed.into_iter().map(|(group, _)| group);
+                    return self.load_failed(guessed.chain(asked).collect(), &error);
+                }
+            },
         };
-        self.away = None;
-        let Loaded { rows, now, floor, link } = loaded;
-        let clock = StoreClock { now, sent };
-        let mut decided: Vec<Decided<M>> = Vec::new();
-        for (group, row) in groups.into_iter().zip(rows) {
-            decided.extend(self.decide(group, row, clock, floor));
+        for (group, row) in guessed {
+            if known.is_some_and(|known| known.link == moment.link) {
+                self.decide(group, row, moment, true, &mut plan);
+            } else {
+                self.park(Group { tries: 1, ..group });
+            }
         }
-        if decided.is_empty() {
+        let Plan { decided, writes } = plan;
+        if writes.is_empty() {
             return;
         }
-        let writes: Vec<Write<M::State>> = decided.iter().map(|d| d.write.clone()).collect();
-        let results = self.store_writes(link, &writes).await;
-        for (decided, result) in decided.into_iter().zip(results) {
-            self.settle(decided, result, clock);
+        let writes: Arc<[Write<M::State>]> = writes.into();
+        let results = self.store_writes(moment, Arc::clone(&writes)).await;
+        for ((decided, write), result) in decided.into_iter().zip(&*writes).zip(results) {
+            self.settle(decided, write, result, moment.clock);
         }
     }
 
-    /// Runs a group's commands. Answers at once what does not depend on a write; returns the rest
-    /// with the write that it depends on.
+    /// Parts the groups whose first command, going by what is remembered, ends in a write, from
+    /// those that must be loaded.
+    async fn sort_out(&mut self, groups: Vec<Group<M>>) -> Sorted<M> {
+        let mut sorted = Sorted { guessed: Vec::new(), known: None, asked: Vec::new() };
+        if self.recall.is_worthwhile() {
+            sorted.known = self.known().await;
+        }
+        let Some(moment) = sorted.known else {
+            return Sorted { asked: groups, ..sorted };
+        };
+        self.recall.follow(moment.link);
+        for group in groups {
+            match self.recall.guess(&group.key) {
+                Guess::Row(row) if group.tries == 0 && is_write(&group, row, moment) => {
+                    let row = row.cloned();
+                    sorted.guessed.push((group, row));
+                }
+                _ => sorted.asked.push(group),
+            }
+        }
+        sorted
+    }
+
+    async fn known(&self) -> Option<Moment> {
+        let known = timeout(self.limits.store_timeout, self.store.known(self.lane)).await;
+        known.unwrap_or_default()
+    }
+
+    async fn load(&mut self, groups: &[Group<M>]) -> Result<Loaded<M::State>, StoreError> {
+        let keys: Vec<Key> = groups.iter().map(|group| group.key.clone()).collect();
+        let started = std::time::Instant::now();
+        let loaded = timeout(self.limits.store_timeout, self.store.load(self.lane, &keys)).await;
+        self.metrics.store_call("load", started.elapsed());
+        loaded.unwrap_or_else(|_| Err(StoreError::Away("the store did not answer in time".into())))
+    }
+
+    fn decide_loaded(
+        &mut self,
+        group: Group<M>,
+        row: Option<Row<M::State>>,
+        moment: Moment,
+        plan: &mut Plan<M>,
+    ) {
+        let found = row.as_ref().map(|row| row.revision);
+        let is_as_remembered = self.recall.would_be_right(&group.key, found);
+        match &row {
+            Some(row) => self.recall.remember(&group.key, row),
+            None => self.recall.forget(&group.key),
+        }
+        let before = plan.writes.len();
+        self.decide(group, row, moment, false, plan);
+        if plan.writes.len() > before {
+            self.recall.count(is_as_remembered);
+        }
+    }
+
+    /// Runs a group's commands. Answers at once what does not depend on a write, and plans the
+    /// rest with the write that it depends on. What a guess would refuse must be loaded first.
     fn decide(
         &mut self,
         group: Group<M>,
         row: Option<Row<M::State>>,
-        clock: StoreClock,
-        floor: i64,
-    ) -> Option<Decided<M>> {
+        moment: Moment,
+        is_guess: bool,
+        plan: &mut Plan<M>,
+    ) {
+        let clock = moment.clock;
         let expected = row.as_ref().map(|row| row.revision);
         let mut current = row;
-        let mut answers = Vec::new();
+        let mut answers = Vec::with_capacity(group.commands.len());
+        let mut unread = Vec::new();
         let mut is_written = false;
         let mut wakes = false;
         let started = Instant::now();
@@ -282,18 +393,23 @@ impl<M: Machine> Shard<M> {
             let Some(pending) = pending.still_wanted(started) else {
                 continue;
             };
+            if !unread.is_empty() {
+                unread.push(pending);
+                continue;
+            }
             let before = current.as_ref();
-            let Some(stamp) = Version::next(before.map(|row| row.revision), floor, clock.now)
-            else {
+            let revision = before.map(|row| row.revision);
+            let Some(stamp) = Version::next(revision, moment.floor, moment.clock.now) else {
                 pending.fail(EngineError::unavailable(
                     "the store's clock, or this key's version, is beyond what can be counted",
                 ));
                 continue;
             };
-            let at = At { now: clock.now, stamp };
+            let at = At { now: moment.clock.now, stamp };
             match M::apply(before.map(|row| &row.state), &pending.command, at) {
+                Decision::Keep(_) if is_guess && !is_written => unread.push(pending),
                 Decision::Keep(outcome) => {
-                    let revision = before.map_or(0, |row| row.revision.get());
+                    let revision = revision.map_or(0, Version::get);
                     if is_written {
                         answers.push((pending, outcome, revision));
                     } else {
@@ -308,27 +424,48 @@ impl<M: Machine> Shard<M> {
                 }
             }
         }
-        let row = current.filter(|_| is_written)?;
-        let write = Write { key: group.key.clone(), expected, row };
-        Some(Decided { key: group.key, tries: group.tries, answers, write, wakes })
+        let (key, tries) = (group.key, group.tries);
+        if !unread.is_empty() {
+            let commands = unread;
+            return self.park(Group { key, commands, tries: 1, due: started });
+        }
+        if let Some(row) = current.filter(|_| is_written) {
+            plan.writes.push(Write { key, expected, row });
+            plan.decided.push(Decided { tries, answers, wakes, is_guess });
+        }
     }
 
-    async fn store_writes(&self, link: Link, writes: &[Write<M::State>]) -> Vec<Stored> {
-        let started = std::time::Instant::now();
-        let stored = self.store.store(self.lane, link, writes);
+    async fn store_writes(&self, moment: Moment, writes: Arc<[Write<M::State>]>) -> Vec<Stored> {
+        let (started, count) = (std::time::Instant::now(), writes.len());
+        let stored = self.store.store(self.lane, moment, writes);
         let results = timeout(self.limits.store_timeout, stored).await;
         self.metrics.store_call("store", started.elapsed());
         results.unwrap_or_else(|_| {
             let error = StoreError::Unknown("the store did not confirm a write in time".into());
-            vec![Stored::Failed(error); writes.len()]
+            vec![Stored::Failed(error); count]
         })
     }
 
-    fn settle(&mut self, decided: Decided<M>, result: Stored, clock: StoreClock) {
+    fn settle(
+        &mut self,
+        decided: Decided<M>,
+        write: &Write<M::State>,
+        result: Stored,
+        clock: StoreClock,
+    ) {
+        let is_accepted = matches!(result, Stored::Accepted);
+        if decided.is_guess && matches!(result, Stored::Accepted | Stored::NotAccepted) {
+            self.recall.count(is_accepted);
+        }
+        if is_accepted {
+            self.recall.remember(&write.key, &write.row);
+        } else {
+            self.recall.forget(&write.key);
+        }
         match result {
             Stored::Accepted => {
                 if decided.wakes {
-                    self.wake(&decided.key);
+                    self.wake(&write.key);
                 }
                 for (pending, outcome, revision) in decided.answers {
                     self.answer(pending, outcome, revision, clock);
@@ -336,7 +473,7 @@ impl<M: Machine> Shard<M> {
             }
             Stored::NotAccepted => {
                 self.metrics.write_retries.inc();
-                self.retry(decided, false);
+                self.retry(decided, write, false);
             }
             Stored::Failed(StoreError::Refused { message, is_transient: false }) => {
                 self.count_failure("store", "refused", &message);
@@ -346,32 +483,32 @@ impl<M: Machine> Shard<M> {
             }
             Stored::Failed(StoreError::Refused { message, is_transient: true }) => {
                 self.count_failure("store", "refused", &message);
-                self.retry(decided, false);
+                self.retry(decided, write, false);
             }
             Stored::Failed(StoreError::Away(message)) => {
                 self.count_failure("store", "away", &message);
-                self.retry(decided, false);
+                self.retry(decided, write, false);
             }
             Stored::Failed(StoreError::Unknown(message)) => {
                 self.count_failure("store", "unknown", &message);
                 // Waiters elsewhere must look, too: it may have been applied.
                 if decided.wakes {
-                    self.wake(&decided.key);
+                    self.wake(&write.key);
                 }
-                self.retry(decided, true);
+                self.retry(decided, write, true);
             }
         }
     }
 
     /// Puts the commands back to the head of their key's queue.
-    fn retry(&mut self, decided: Decided<M>, is_unknown: bool) {
+    fn retry(&mut self, decided: Decided<M>, write: &Write<M::State>, is_unknown: bool) {
         let commands = decided
             .answers
             .into_iter()
             .map(|(pending, ..)| Pending { uncertain: pending.uncertain || is_unknown, ..pending })
             .collect();
-        let Decided { key, tries, .. } = decided;
-        self.park(Group { key, commands, tries: tries + 1, due: Instant::now() });
+        let (key, tries) = (write.key.clone(), decided.tries + 1);
+        self.park(Group { key, commands, tries, due: Instant::now() });
     }
 
     fn load_failed(&mut self, groups: Vec<Group<M>>, error: &StoreError) {

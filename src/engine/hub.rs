@@ -194,15 +194,10 @@ impl Drop for Place {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::domain::ids::{Kind, Name, Namespace, Scope};
+    use crate::domain::ids::{Kind, Namespace, Scope};
 
     fn key(name: &str) -> Key {
-        Key {
-            kind: Kind::Lease,
-            namespace: Namespace::default_namespace(),
-            scope: Scope::none(),
-            name: Name::from_stored(name),
-        }
+        Key::new(Kind::Lease, &Namespace::default_namespace(), &Scope::none(), name)
     }
 
     #[tokio::test]

@@ -2,21 +2,25 @@
 //!
 //! Each key belongs to one shard of a replica, and each shard works in batches: it takes all that
 //! has queued up, loads the rows of all keys concerned in one statement, runs each key's commands
-//! in their order through the machine, and writes each changed row once. While one batch is at the
-//! store the next one gathers, so batching adds no delay: a lone request meets two round trips,
-//! and a thousand callers on one hot key share one row read.
+//! in their order through the machine, and writes each changed row once. Rows whose commands will
+//! end in a write, going by what the shard remembers, are not loaded. While one batch is at the
+//! store the next one gathers, so batching adds no delay: a lone request meets one round trip or
+//! two, and a thousand callers on one hot key share one row read.
 //!
 //! Replicas need no agreement beyond the guarded write. Of two that decide on the same row at
 //! once, one is accepted; the other loads again and decides anew.
 //!
 //! * [`batch`]: the shard loop and what happens when the store fails.
+//! * [`recall`]: what spares a load.
 //! * [`hub`]: wake-ups and lines.
 //! * [`wait`]: calls that wait for a change.
 
 mod batch;
 mod hub;
+mod recall;
 mod wait;
 
+use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,6 +39,9 @@ use crate::shutdown::spawn_vital;
 use crate::store::{Backend, Store, StoreClock};
 use crate::telemetry::Metrics;
 use batch::{Pending, Shard};
+
+/// A map by key, with a faster hash than the standard one's, and seeded like that.
+type KeyMap<T> = HashMap<Key, T, foldhash::fast::RandomState>;
 
 /// Time limits of an engine.
 #[derive(Clone, Copy, Debug)]

@@ -155,7 +155,7 @@ pub(super) async fn safety_poll<M: Machine>(engine: Arc<Engine<M>>, backend: Arc
         }
         let mut keys = engine.hub.watched();
         // The hub is shared by all engines.
-        keys.retain(|key| M::KINDS.contains(&key.kind));
+        keys.retain(|key| key.kind().is_some_and(|kind| M::KINDS.contains(&kind)));
         let reads = keys.iter().map(|key| engine.ask(key, M::read()));
         for (key, answer) in keys.iter().zip(join_all(reads).await) {
             match answer {

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use uuid::Uuid;
 
 use super::Row;
-use crate::domain::ids::{Binding, CorrelationId, Kind, OwnerId};
+use crate::domain::ids::{Binding, CorrelationId, OwnerId};
 use crate::domain::lease::{Ending, Lease, Status};
 use crate::domain::record::{Completion, Content, Record};
 use crate::domain::time::{Timestamp, Ttl};
@@ -67,11 +67,6 @@ const fn status(number: i16) -> Status {
         6 => Status::Ended(Ending::Put),
         _ => Status::Ended(Ending::Expired),
     }
-}
-
-/// The number that stands for a machine.
-pub(super) const fn kind_number(kind: Kind) -> i16 {
-    kind as i16
 }
 
 impl LeaseColumns {

@@ -3,20 +3,21 @@
 //! Of stored responses, the newest 4,096 of each namespace are kept. Those still in progress do
 //! not count, and are never dropped.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
-    Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, Row, Store, StoreError,
-    Stored, WakePath, Write, plausible,
+    Backend, Cleaned, Cursor, CursorTable, ListQuery, Listed, Loaded, Moment, Row, Store,
+    StoreError, Stored, WakePath, Write, plausible,
 };
 use crate::domain::Machine;
-use crate::domain::ids::{Key, Kind, Name, Namespace, Scope};
+use crate::domain::ids::{Key, Kind, Name};
 use crate::domain::lease::{Lease, LeaseMachine};
 use crate::domain::record::{Content, Record, RecordMachine};
 use crate::domain::time::Timestamp;
@@ -36,7 +37,8 @@ struct Tables {
     floor: i64,
     leases: BTreeMap<Key, Row<Lease>>,
     records: BTreeMap<Key, Row<Record>>,
-    responses: HashMap<Namespace, Queue>,
+    /// By namespace.
+    responses: HashMap<String, Queue>,
 }
 
 /// Stored responses in the order in which they were first stored.
@@ -110,7 +112,7 @@ impl Table for RecordMachine {
         let last_write = Timestamp::from_micros(row.revision.get());
         match &row.state.completion {
             Some(completion) => completion.until,
-            None if key.kind == Kind::Execution => None,
+            None if key.kind() == Some(Kind::Execution) => None,
             None => Some(row.state.lease.idle_since(last_write).plus(retention)),
         }
     }
@@ -125,10 +127,11 @@ impl Table for RecordMachine {
     }
 
     fn written(tables: &mut Tables, write: &Write<Record>) {
-        if write.key.kind != Kind::Idempotency {
+        if write.key.kind() != Some(Kind::Idempotency) {
             return;
         }
-        let queue = tables.responses.entry(write.key.namespace.clone()).or_default();
+        let namespace = write.key.namespace().to_owned();
+        let queue = tables.responses.entry(namespace).or_default();
         if write.row.state.completion.is_none() {
             queue.remove(&write.key);
         } else if let Some(oldest) = queue.push(&write.key) {
@@ -163,31 +166,35 @@ impl Queue {
 
 impl Tables {
     fn store<T: Table>(&mut self, write: &Write<T::State>) -> Stored {
-        let is_above_floor = write.expected.is_some() || write.row.revision.get() > self.floor;
-        let table = T::table(self);
-        let is_as_expected = table.get(&write.key).map(|row| row.revision) == write.expected;
-        if !is_as_expected || !is_above_floor {
+        let Write { key, expected, row } = write;
+        let is_above_floor = expected.is_some() || row.revision.get() > self.floor;
+        let is_accepted = match T::table(self).entry(key.clone()) {
+            Entry::Vacant(place) if expected.is_none() && is_above_floor => {
+                place.insert(row.clone());
+                true
+            }
+            Entry::Occupied(mut place) if Some(place.get().revision) == *expected => {
+                place.insert(row.clone());
+                true
+            }
+            _ => false,
+        };
+        if !is_accepted {
             return Stored::NotAccepted;
         }
-        table.insert(write.key.clone(), write.row.clone());
         T::written(self, write);
         Stored::Accepted
     }
 
     fn list<T: Table>(&mut self, query: &ListQuery) -> Vec<(Name, Row<T::State>)> {
         let (lower, upper) = query.bounds();
-        let key = |name: String| Key {
-            kind: query.kind,
-            namespace: query.namespace.clone(),
-            scope: query.scope.clone(),
-            name: Name::from_stored(name),
-        };
+        let (prefix, after) = (query.prefix(), query.after());
         T::table(self)
-            .range(key(lower)..=key(upper))
-            .filter(|(key, _)| query.after.as_ref() != Some(&key.name))
-            .filter(|(key, _)| key.name.as_str().starts_with(&query.prefix))
+            .range(lower..=upper)
+            .filter(|(key, _)| after.as_ref() != Some(*key))
+            .filter(|(key, _)| key.as_str().starts_with(prefix.as_str()))
             .take(query.limit)
-            .map(|(key, row)| (key.name.clone(), T::listed(row)))
+            .map(|(key, row)| (Name::from_stored(key.name()), T::listed(row)))
             .collect()
     }
 
@@ -204,7 +211,7 @@ impl Tables {
         now: Timestamp,
         after: &Cursor,
     ) -> Cleaned {
-        let from = after.key().map_or(Bound::Unbounded, Bound::Excluded);
+        let from = Bound::Excluded(&after.key);
         let looked_at: Vec<(Key, bool)> = T::table(self)
             .range((from, Bound::Unbounded))
             .take(Cursor::CHUNK)
@@ -216,32 +223,16 @@ impl Tables {
         let mut deleted = 0;
         for (key, _) in looked_at.iter().filter(|(_, is_idle)| *is_idle) {
             self.remove::<T>(key);
-            if let Some(queue) = self.responses.get_mut(&key.namespace) {
+            if let Some(queue) = self.responses.get_mut(key.namespace()) {
                 queue.remove(key);
             }
             deleted += 1;
         }
         let last = looked_at.last().filter(|_| looked_at.len() == Cursor::CHUNK);
-        Cleaned { deleted, next: last.map(|(key, _)| Cursor::at(after.table, key)) }
-    }
-}
-
-impl Cursor {
-    fn at(table: CursorTable, Key { kind, namespace, scope, name }: &Key) -> Self {
-        let [namespace, scope, key] =
-            [namespace.as_str(), scope.as_str(), name.as_str()].map(str::to_owned);
-        Self { table, kind: *kind as i16, namespace, scope, key }
-    }
-
-    /// The key at this place; `None` before all keys.
-    fn key(&self) -> Option<Key> {
-        let kinds = [Kind::Lease, Kind::Leader, Kind::Execution, Kind::Idempotency];
-        Some(Key {
-            kind: kinds.into_iter().find(|kind| *kind as i16 == self.kind)?,
-            namespace: Namespace::from_stored(self.namespace.as_str()),
-            scope: Scope::from_stored(self.scope.as_str()),
-            name: Name::from_stored(self.key.as_str()),
-        })
+        Cleaned {
+            deleted,
+            next: last.map(|(key, _)| Cursor { table: after.table, key: key.clone() }),
+        }
     }
 }
 
@@ -252,12 +243,17 @@ impl<T: Table> Store<T> for MemoryStore {
         let floor = tables.floor;
         let table = T::table(&mut tables);
         // Under the lock, so that time and rows are of the same moment.
-        let now = self.clock.now();
+        let moment = Moment::embedded(&self.clock, floor);
         let rows = keys.iter().map(|key| table.get(key).cloned()).collect();
-        Ok(Loaded { rows, now, floor, link: Link::default() })
+        Ok(Loaded { rows, moment })
     }
 
-    async fn store(&self, _lane: usize, _link: Link, writes: &[Write<T::State>]) -> Vec<Stored> {
+    async fn store(
+        &self,
+        _lane: usize,
+        _moment: Moment,
+        writes: Arc<[Write<T::State>]>,
+    ) -> Vec<Stored> {
         let mut tables = self.tables();
         writes.iter().map(|write| tables.store::<T>(write)).collect()
     }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use clock::EmbeddedClock;
 pub use sqlx::PgPool;
 
 use crate::domain::Machine;
@@ -37,13 +38,33 @@ pub struct Row<S> {
 pub struct Loaded<S> {
     /// One entry for each key asked for, in that order.
     pub rows: Vec<Option<Row<S>>>,
-    /// The store's time, never later than the moment whose rows these are.
-    pub now: Timestamp,
+    /// When that was so.
+    pub moment: Moment,
+}
+
+/// What decisions rest on besides rows, and writes are bound to.
+#[derive(Clone, Copy, Debug)]
+pub struct Moment {
+    /// The store's time: never later than when the rows were so, nor than when a write that rests
+    /// on it is made.
+    pub clock: StoreClock,
     /// The largest stamp that clean-up has deleted.
     pub floor: i64,
-    /// The link that the rows came over. A write decided on them goes over the same one, or not
-    /// at all: another link may lead to another server.
+    /// The link that this came over. A write decided on it goes over the same one, or not at all:
+    /// another link may lead to another server.
     pub link: Link,
+    /// Where nothing was loaded, but known from before: a write is accepted only until this time
+    /// of the store.
+    pub until: Option<Timestamp>,
+}
+
+impl Moment {
+    /// The present, where the clock is this process' own.
+    fn embedded(clock: &EmbeddedClock, floor: i64) -> Self {
+        let sent = Instant::now();
+        let clock = StoreClock { now: clock.now(), sent };
+        Self { clock, floor, link: Link::default(), until: None }
+    }
 }
 
 /// Identifies one connection of one process.
@@ -79,13 +100,27 @@ pub struct ListQuery {
 }
 
 impl ListQuery {
-    /// The names to look at lie between these, bounds included: so an index finds them.
-    fn bounds(&self) -> (String, String) {
-        let prefix = self.prefix.as_str();
-        let after = self.after.as_ref().map_or("", Name::as_str);
+    fn key(&self, name: &str) -> Key {
+        Key::new(self.kind, &self.namespace, &self.scope, name)
+    }
+
+    /// What all keys begin with.
+    fn prefix(&self) -> Key {
+        self.key(&self.prefix)
+    }
+
+    /// The key that the last page ended with.
+    fn after(&self) -> Option<Key> {
+        self.after.as_ref().map(|name| self.key(name.as_str()))
+    }
+
+    /// The keys to look at lie between these, bounds included: so an index finds them.
+    fn bounds(&self) -> (Key, Key) {
+        let prefix = self.prefix();
         // No name has more characters than this, and no character is greater.
         let last = "\u{10ffff}".repeat(Name::MAX_BYTES / 4);
-        (prefix.max(after).to_owned(), format!("{prefix}{last}"))
+        let upper = self.key(&format!("{}{last}", self.prefix));
+        (self.after().map_or(prefix.clone(), |after| after.max(prefix)), upper)
     }
 }
 
@@ -146,9 +181,20 @@ pub trait Store<M: Machine>: Debug + Send + Sync + 'static {
     /// one after the other, and may be dropped halfway.
     async fn load(&self, lane: usize, keys: &[Key]) -> Result<Loaded<M::State>, StoreError>;
 
+    /// What can be told without asking, for decisions that end in a write: the store then checks
+    /// what they rest on. `None` where nothing is known, or not well enough.
+    async fn known(&self, _lane: usize) -> Option<Moment> {
+        None
+    }
+
     /// Stores rows whose guard holds; tells for each write, in order, what became of it. A row
     /// that cannot be stored does not keep the others from it.
-    async fn store(&self, lane: usize, link: Link, writes: &[Write<M::State>]) -> Vec<Stored>;
+    async fn store(
+        &self,
+        lane: usize,
+        moment: Moment,
+        writes: Arc<[Write<M::State>]>,
+    ) -> Vec<Stored>;
 
     /// Lists rows.
     async fn list(&self, query: ListQuery) -> Result<Listed<M::State>, StoreError>;
@@ -221,14 +267,11 @@ impl Cleaned {
     }
 }
 
-/// A place in the order of all keys: a table, and a key there, as stored.
+/// A place in the order of all keys: a table, and a key there; the empty one is before all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cursor {
     table: CursorTable,
-    kind: i16,
-    namespace: String,
-    scope: String,
-    key: String,
+    key: Key,
 }
 
 /// The tables in the order in which they are cleaned.
@@ -248,8 +291,7 @@ impl Cursor {
     }
 
     fn first_of(table: CursorTable) -> Self {
-        let empty = String::new;
-        Self { table, kind: i16::MIN, namespace: empty(), scope: empty(), key: empty() }
+        Self { table, key: Key::from_stored("") }
     }
 }
 
@@ -304,6 +346,11 @@ pub struct StoreClock {
 }
 
 impl StoreClock {
+    /// The same, so much later; still not later than the store's time then, if it was not before.
+    fn carried_on(self, elapsed: Duration) -> Self {
+        Self { now: self.now.plus(elapsed), sent: self.sent + elapsed }
+    }
+
     /// The store's time at this moment, never too early.
     #[must_use]
     pub fn estimate(&self) -> Timestamp {

@@ -18,7 +18,7 @@ use fencepost::domain::version::Version;
 use fencepost::engine::{EngineError, Hub};
 use fencepost::store::memory::MemoryStore;
 use fencepost::store::{
-    Link, ListQuery, Listed, Loaded, OpenError, Store, StoreError, Stored, Write,
+    ListQuery, Listed, Loaded, Moment, OpenError, Store, StoreError, Stored, Write,
 };
 use tokio::task::JoinSet;
 use uuid::Uuid;
@@ -418,9 +418,9 @@ impl Store<LeaseMachine> for Fickle {
         self.inner.load(lane, keys).await
     }
 
-    async fn store(&self, lane: usize, link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
+    async fn store(&self, lane: usize, moment: Moment, writes: Arc<[Write<Lease>]>) -> Vec<Stored> {
         match self.check() {
-            Ok(()) => self.inner.store(lane, link, writes).await,
+            Ok(()) => self.inner.store(lane, moment, writes).await,
             Err(error) => writes.iter().map(|_| Stored::Failed(error.clone())).collect(),
         }
     }

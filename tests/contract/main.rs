@@ -21,6 +21,7 @@ mod idempotency;
 mod layers;
 mod leaders;
 mod model;
+mod moments;
 mod operations;
 mod reads;
 mod releases;

@@ -1,14 +1,15 @@
 //! Every store does what the pure machines say.
 //!
-//! Random bursts of commands go through the engine, several at once on one key; the machine, run
-//! alone on the same commands with the times that the answers report, must give the same outcomes
-//! and the same revisions.
+//! Random bursts of commands go through the engine, several at once on one key, and where the store
+//! has replicas through one and the other by turns, so that what each remembers is out of date. The
+//! machine, run alone on the same commands with the times that the answers report, must give the
+//! same outcomes and the same revisions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use fencepost::domain::ids::{Binding, CorrelationId, Key, Name, Namespace, OwnerId, Scope};
+use fencepost::domain::ids::{Binding, CorrelationId, Key, Namespace, OwnerId, Scope};
 use fencepost::domain::lease::{Claim, Command, Lease, LeaseMachine, Reference};
 use fencepost::domain::record::{self, Content, Record, RecordMachine};
 use fencepost::domain::time::{Retention, Ttl};
@@ -304,19 +305,17 @@ impl Modelled for RecordMachine {
 }
 
 async fn follow_the_machine<M: Modelled>(
-    engine: &Engine<M>,
+    replicas: &[Arc<Engine<M>>],
     number: u32,
     bursts: &Bursts<M::Step>,
 ) -> Result<(), TestCaseError> {
-    let key = Key {
-        kind: M::KINDS[usize::from(number % 2 == 1)],
-        namespace: Namespace::default_namespace(),
-        scope: Scope::none(),
-        name: Name::new(format!("case {number}")).unwrap(),
-    };
+    let kind = M::KINDS[usize::from(number % 2 == 1)];
+    let (namespace, name) = (Namespace::default_namespace(), format!("case {number}"));
+    let key = Key::new(kind, &namespace, &Scope::none(), &name);
     let mut model: Option<(Version, M::State)> = None;
     let mut next_grant = 0;
-    for (steps, let_lapse) in bursts {
+    for (place, (steps, let_lapse)) in bursts.iter().enumerate() {
+        let engine = &replicas[place % replicas.len()];
         let newest = model.as_ref().map(|(_, state)| state);
         let commands: Vec<M::Command> =
             steps.iter().map(|&step| M::command(step, newest, &mut next_grant)).collect();
@@ -355,7 +354,7 @@ where
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let (hub, metrics) = (Arc::new(Hub::default()), Arc::new(Metrics::default()));
     let world = runtime.block_on(World::new(kind));
-    let engine = runtime.block_on(async {
+    let replicas = runtime.block_on(async {
         macro_rules! start {
             ($store:expr) => {{
                 let store = Arc::new($store);
@@ -370,12 +369,19 @@ where
             }};
         }
         match kind {
-            Kind::Memory => start!(MemoryStore::new()),
-            Kind::Sqlite => start!(SqliteStore::open(&world.sqlite_file(), true).await.unwrap()),
+            Kind::Memory => vec![start!(MemoryStore::new())],
+            Kind::Sqlite => {
+                vec![start!(SqliteStore::open(&world.sqlite_file(), true).await.unwrap())]
+            }
             Kind::Postgres => {
-                let (waker, metrics) = (Arc::clone(&hub) as _, Arc::clone(&metrics));
-                let urls = [world.url()];
-                start!(PostgresStore::open(&urls, None, true, waker, metrics).await.unwrap())
+                let mut replicas = Vec::new();
+                for _ in 0..2 {
+                    let (waker, metrics) = (Arc::clone(&hub) as _, Arc::clone(&metrics));
+                    let urls = [world.url()];
+                    let store = PostgresStore::open(&urls, None, true, waker, metrics).await;
+                    replicas.push(start!(store.unwrap()));
+                }
+                replicas
             }
         }
     });
@@ -385,9 +391,9 @@ where
     let result = runner.run(&bursts(M::step()), |bursts| {
         // Each case, and each try to shrink one, on a key of its own.
         let number = next.fetch_add(1, Ordering::Relaxed);
-        runtime.block_on(follow_the_machine(&engine, number, &bursts))
+        runtime.block_on(follow_the_machine(&replicas, number, &bursts))
     });
-    runtime.block_on(engine.close());
+    runtime.block_on(join_all(replicas.iter().map(|engine| engine.close())));
     result.unwrap();
 }
 

@@ -96,7 +96,7 @@ async fn a_locked_row_is_unavailable_and_stalls_no_other() {
     let mut session = service.world().database.as_ref().unwrap().connect().await;
     session.execute("BEGIN").await.unwrap();
     session
-        .execute("SELECT * FROM fencepost.leases WHERE key = 'locked' FOR UPDATE")
+        .execute("SELECT * FROM fencepost.leases WHERE id LIKE '%locked' FOR UPDATE")
         .await
         .unwrap();
     work_around(&service, session, "locked", "a row locked by another session").await;
@@ -113,8 +113,8 @@ async fn an_insert_in_doubt_is_unavailable_and_stalls_no_other() {
     session.execute("BEGIN").await.unwrap();
     session
         .execute(
-            "CREATE TEMP TABLE twin AS SELECT * FROM fencepost.leases WHERE key = 'like';
-             UPDATE twin SET key = 'in doubt';
+            "CREATE TEMP TABLE twin AS SELECT * FROM fencepost.leases WHERE id LIKE '%like';
+             UPDATE twin SET id = replace(id, 'like', 'in doubt');
              INSERT INTO fencepost.leases SELECT * FROM twin",
         )
         .await
@@ -130,7 +130,7 @@ async fn a_locked_row_of_a_held_key_stays_readable() {
     let mut session = service.world().database.as_ref().unwrap().connect().await;
     session.execute("BEGIN").await.unwrap();
     session
-        .execute("SELECT * FROM fencepost.leases WHERE key = 'locked' FOR UPDATE")
+        .execute("SELECT * FROM fencepost.leases WHERE id LIKE '%locked' FOR UPDATE")
         .await
         .unwrap();
     service.claim("locked", "b", 30_000).await.expect("held");

@@ -12,7 +12,9 @@ use fencepost::engine::Hub;
 use fencepost::store::memory::MemoryStore;
 use fencepost::store::postgres::PostgresStore;
 use fencepost::store::sqlite::SqliteStore;
-use fencepost::store::{Link, ListQuery, Listed, Loaded, Store, StoreError, Stored, Waker, Write};
+use fencepost::store::{
+    ListQuery, Listed, Loaded, Moment, Store, StoreError, Stored, Waker, Write,
+};
 use sqlx::postgres::PgConnectOptions;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -41,10 +43,14 @@ impl Store<LeaseMachine> for SlowStore {
         self.inner.load(lane, keys).await
     }
 
-    async fn store(&self, lane: usize, link: Link, writes: &[Write<Lease>]) -> Vec<Stored> {
+    async fn known(&self, lane: usize) -> Option<Moment> {
+        self.inner.known(lane).await
+    }
+
+    async fn store(&self, lane: usize, moment: Moment, writes: Arc<[Write<Lease>]>) -> Vec<Stored> {
         // Mostly short and now and then long: so that others do a lot during the long ones.
         sleep(self.at_most.mul_f64(rand::random_range(0.0..1.0_f64).powi(4))).await;
-        self.inner.store(lane, link, writes).await
+        self.inner.store(lane, moment, writes).await
     }
 
     async fn list(&self, query: ListQuery) -> Result<Listed<Lease>, StoreError> {

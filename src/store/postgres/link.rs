@@ -53,6 +53,14 @@ pub(super) struct Linked {
     system: i64,
 }
 
+impl Linked {
+    /// The timeline of the server when the connection was made. A server changes it only by a
+    /// restart; but a pooler may put another server in its place.
+    pub(super) fn timeline(&self) -> u32 {
+        self.timeline
+    }
+}
+
 /// The servers that the data may be on.
 #[derive(Debug)]
 pub(super) struct Servers {
@@ -271,6 +279,12 @@ pub(super) async fn is_standby(connection: &mut PgConnection) -> Result<bool, sq
 pub(super) fn micros(time: OffsetDateTime) -> Timestamp {
     let micros = time.unix_timestamp_nanos() / 1_000;
     Timestamp::from_micros(i64::try_from(micros).unwrap_or(i64::MAX))
+}
+
+/// The same the other way round.
+pub(super) fn timestamp(at: Timestamp) -> OffsetDateTime {
+    OffsetDateTime::from_unix_timestamp_nanos(i128::from(at.as_micros()) * 1_000)
+        .unwrap_or(OffsetDateTime::UNIX_EPOCH)
 }
 
 fn explain(error: &sqlx::Error) -> std::sync::Arc<str> {

@@ -5,7 +5,7 @@
 //! * No transaction spans two messages on the request path, and no request runs statements itself:
 //!   a request can be cancelled anywhere. A connection is taken out of its slot for a statement
 //!   and put back after its last byte; whatever goes wrong in between drops it, socket and all.
-//! * A batch is one load, then at most one statement that only updates and one that only inserts.
+//! * A batch is at most one load, then at most one statement that only updates and one that only inserts.
 //!   In a combined one, two replicas deadlock.
 //! * No statement waits for a lock of a row. Rows that somebody else has locked are skipped and
 //!   tried again.
@@ -33,8 +33,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::{
-    Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, OpenError, Store,
-    StoreError, Stored, WakePath, Waker, Write,
+    Backend, Cleaned, Cursor, CursorTable, ListQuery, Listed, Loaded, Moment, OpenError, Store,
+    StoreClock, StoreError, Stored, WakePath, Waker, Write,
 };
 use crate::domain::ids::Key;
 use crate::domain::lease::LeaseMachine;
@@ -42,17 +42,27 @@ use crate::domain::record::RecordMachine;
 use crate::shutdown::spawn_vital;
 use crate::telemetry::Metrics;
 use link::{Linked, Servers, classify};
-use table::Table;
+use table::{Guard, Surroundings, Table};
 use wakes::{Message, Wakes};
 
-/// Connections for batches.
-const LANES: usize = 4;
+/// Connections for batches: one more than one, so that while one commits the other works; and up to
+/// four where there are processors for them. More only make the batches smaller.
+fn lanes() -> usize {
+    std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 4)
+}
+
 /// How long reads outside batches may take.
 const READ_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long looking at the tables, and changing them, may take at start.
 const START_TIMEOUT: Duration = Duration::from_mins(1);
 /// The longest pause of a lane whose writes are not confirmed.
 const MAX_REST: Duration = Duration::from_secs(30);
+/// How long after a load its time and floor serve for decisions that end in a write.
+const MAX_AGE: Duration = Duration::from_secs(10);
+/// After a load that took longer, they do not: its time is not known well enough.
+const MAX_ROUND_TRIP: Duration = Duration::from_millis(20);
+/// How old such a decision may be when its write is made.
+const LEEWAY: Duration = Duration::from_millis(100);
 /// How often all servers are looked at, where there are several.
 const SURVEY_EVERY: Duration = Duration::from_millis(1_500);
 /// The lock that keeps replicas from migrating at the same time: "fencepos" in ASCII.
@@ -88,6 +98,8 @@ struct Lane {
     abandoned: u32,
     /// No connection is made before.
     rest_until: Option<Instant>,
+    /// What the last load told of its moment, and when it had arrived.
+    last_load: Option<(Moment, std::time::Instant)>,
 }
 
 impl Lane {
@@ -232,7 +244,7 @@ impl PostgresStore {
         let servers = parse_all(urls)?;
         prepare(&servers, migrate).await?;
         // All at once, so that the first requests need not wait for them; one is enough to begin.
-        let connecting = (0..LANES).map(|_| servers.connect());
+        let connecting = (0..lanes()).map(|_| servers.connect());
         let connected = join_all(connecting).await;
         if let Some(Err(error)) = connected.iter().find(|_| connected.iter().all(Result::is_err)) {
             return Err(unreachable(error));
@@ -318,13 +330,15 @@ impl<T: Table> Store<T> for PostgresStore {
         let mut lane = self.lanes[lane].lock().await;
         lane.rest_after_abandoned_write()?;
         let mut linked = self.linked(&mut lane.slot).await?;
+        let sent = std::time::Instant::now();
         match table::load::<T>(&mut linked.connection, keys).await {
-            Ok((rows, surroundings)) => {
-                self.servers.check(&linked, surroundings.timeline)?;
-                let (now, floor) = (surroundings.now, surroundings.floor);
-                let link = linked.link;
+            Ok((rows, Surroundings { now, floor, timeline })) => {
+                self.servers.check(&linked, timeline)?;
+                let clock = StoreClock { now, sent };
+                let moment = Moment { clock, floor, link: linked.link, until: None };
                 lane.slot = Some(linked);
-                Ok(Loaded { rows, now, floor, link })
+                lane.last_load = Some((moment, std::time::Instant::now()));
+                Ok(Loaded { rows, moment })
             }
             Err(error) => {
                 let (error, is_usable) = classify(&error, false);
@@ -334,15 +348,36 @@ impl<T: Table> Store<T> for PostgresStore {
         }
     }
 
-    async fn store(&self, lane: usize, link: Link, writes: &[Write<T::State>]) -> Vec<Stored> {
+    async fn known(&self, lane: usize) -> Option<Moment> {
+        let lane = self.lanes[lane].lock().await;
+        let linked = lane.slot.as_ref()?;
+        self.servers.check(linked, Some(linked.timeline())).ok()?;
+        let (moment, received) = lane.last_load.filter(|(load, _)| load.link == linked.link)?;
+        let age = received.elapsed();
+        if age > MAX_AGE || received - moment.clock.sent > MAX_ROUND_TRIP {
+            return None;
+        }
+        // The load's time is of some moment before `received`. Less than what has passed since, by
+        // more than two clocks differ in their rates: the store refuses what is ahead of it.
+        let clock = moment.clock.carried_on(age.mul_f64(0.999));
+        Some(Moment { clock, until: Some(clock.now.plus(LEEWAY)), ..moment })
+    }
+
+    async fn store(
+        &self,
+        lane: usize,
+        moment: Moment,
+        writes: Arc<[Write<T::State>]>,
+    ) -> Vec<Stored> {
         let mut lane = self.lanes[lane].lock().await;
-        let mut linked = lane.slot.take().filter(|linked| linked.link == link);
+        let mut linked = lane.slot.take().filter(|linked| linked.link == moment.link);
         let mut results = vec![Stored::NotAccepted; writes.len()];
         lane.is_writing = true;
         for is_update in [true, false] {
-            let chosen: Vec<usize> =
+            let mut chosen: Vec<usize> =
                 (0..writes.len()).filter(|&i| writes[i].expected.is_some() == is_update).collect();
-            store_chosen::<T>(&mut linked, is_update, writes, &chosen, &mut results).await;
+            chosen.sort_unstable_by_key(|&i| &writes[i].key);
+            store_chosen::<T>(&mut linked, is_update, moment, &writes, &chosen, &mut results).await;
         }
         lane.is_writing = false;
         if linked.is_some() {
@@ -367,6 +402,7 @@ impl<T: Table> Store<T> for PostgresStore {
 async fn store_chosen<T: Table>(
     slot: &mut Option<Linked>,
     is_update: bool,
+    moment: Moment,
     writes: &[Write<T::State>],
     chosen: &[usize],
     results: &mut [Stored],
@@ -383,10 +419,11 @@ async fn store_chosen<T: Table>(
             continue;
         };
         let rows: Vec<&Write<T::State>> = group.iter().map(|&i| &writes[i]).collect();
+        let guard = Guard { moment, timeline: linked.timeline() };
         let stored = if is_update {
-            table::update::<T>(&mut linked.connection, &rows).await
+            table::update::<T>(&mut linked.connection, guard, &rows).await
         } else {
-            table::insert::<T>(&mut linked.connection, &rows).await
+            table::insert::<T>(&mut linked.connection, guard, &rows).await
         };
         match stored {
             Ok(accepted) => {
@@ -419,7 +456,7 @@ impl Backend for PostgresStore {
     }
 
     fn lanes(&self) -> usize {
-        LANES
+        self.lanes.len()
     }
 
     fn announce(&self, hash: u64) {

@@ -21,7 +21,7 @@ impl Table for RecordMachine {
         // What is remembered ends with its own time; an execution that is not done binds its
         // intent for ever; a response that is not stored goes the way of a lease.
         idle: "CASE WHEN l.completed_at IS NOT NULL THEN l.retained_until
-                    WHEN l.kind = 3 THEN NULL
+                    WHEN starts_with(l.id, '3') THEN NULL
                     WHEN l.status = 0 THEN l.expires_at + $1
                     ELSE l.revision + $1 END",
         7 "version" "bigint", 8 "status" "smallint", 9 "owner_id" "text", 10 "attempt_id" "uuid",

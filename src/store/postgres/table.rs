@@ -7,13 +7,13 @@ use sqlx::postgres::{PgArguments, PgConnection, PgRow};
 use sqlx::query::Query;
 use sqlx::{Connection, Postgres, Row as _};
 
-use super::link::micros;
+use super::link::{micros, timestamp};
 use crate::domain::Machine;
 use crate::domain::ids::{Key, Name};
 use crate::domain::time::Timestamp;
 use crate::domain::version::Version;
-use crate::store::columns::{LeaseColumns, kind_number};
-use crate::store::{Cleaned, Cursor, ListQuery, Row, Write};
+use crate::store::columns::LeaseColumns;
+use crate::store::{Cleaned, Cursor, ListQuery, Moment, Row, Write};
 
 /// The texts of a table's statements; made by [`statements!`].
 pub(super) struct Statements {
@@ -40,10 +40,9 @@ pub(super) trait Table: Machine {
 }
 
 /// Spells the statements of one table. The columns behind the revision come with the numbers of
-/// their parameters; `$1` to `$4` are the key, `$5` is the revision that an update expects, and `$6`
-/// the new one. `list` says how to select
-/// the columns for a list, and `idle` since when a row must be idle to be deleted, `$1` being the
-/// retention in microseconds.
+/// their parameters. `$1` is the key, `$2` the revision that an update expects, `$3` the new one, and
+/// `$4` to `$6` are the guard. `list` says how to select the columns for a list, and `idle` since
+/// when a row must be idle to be deleted, `$1` being the retention in microseconds.
 macro_rules! statements {
     (
         $table:literal,
@@ -58,109 +57,102 @@ macro_rules! statements {
             load: concat!(
                 "/* load ", $table, " */
                 SELECT wanted.ord, now(), f.floor,
-                       CASE WHEN pg_is_in_recovery() THEN NULL
-                            ELSE substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) END,
+                       (SELECT CASE WHEN pg_is_in_recovery() THEN NULL
+                               ELSE substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) END),
                        l.revision",
                 $(", l.", $column,)*
                 " FROM fencepost.floor AS f
-                CROSS JOIN unnest($1::smallint[], $2::text[], $3::text[], $4::text[])
-                     WITH ORDINALITY AS wanted (kind, namespace, scope, key, ord)
-                LEFT JOIN ", $table, " AS l
-                  ON l.kind = wanted.kind AND l.namespace = wanted.namespace
-                 AND l.scope = wanted.scope AND l.key = wanted.key"
+                CROSS JOIN unnest($1::text[]) WITH ORDINALITY AS wanted (id, ord)
+                LEFT JOIN ", $table, " AS l ON l.id = wanted.id"
             ),
-            // Rows are locked in the order of their keys, and those that somebody else has locked
-            // are left out: so this neither waits nor deadlocks. The lock re-checks the revision
-            // against the newest version of the row. `synchronous_commit` is set here too, since a
-            // session's setting does not survive a transaction-mode pooler.
+            // Rows that somebody else has locked are left out: so this neither waits nor
+            // deadlocks. The lock re-checks the revision against the newest version of the row.
+            //
+            // Both kinds of write are guarded: they take place within the time that the decision
+            // is good for ($4, $5), and on the timeline ($6) that it was made on. That needs no
+            // saying of what was loaded a moment ago, but of what was only known.
+            // `synchronous_commit` is set here too, since a session's setting does not survive a
+            // transaction-mode pooler.
             update: concat!(
                 "/* update ", $table, " */
                 WITH w AS MATERIALIZED (
                     SELECT n.*
-                    FROM unnest($1::smallint[], $2::text[], $3::text[], $4::text[], $5::bigint[],
-                                $6::bigint[]",
+                    FROM unnest($1::text[], $2::bigint[], $3::bigint[]",
                     $(", $", $number, "::", $type, "[]",)*
-                    ") WITH ORDINALITY AS n (kind, namespace, scope, key, expected, revision",
-                    $(", ", $column,)*
-                    ", ord)
-                    JOIN ", $table, " AS l
-                      ON l.kind = n.kind AND l.namespace = n.namespace AND l.scope = n.scope
-                     AND l.key = n.key AND l.revision = n.expected
+                    ") WITH ORDINALITY AS n (id, expected, revision", $(", ", $column,)* ", ord)
+                    JOIN ", $table, " AS l ON l.id = n.id AND l.revision = n.expected
                     WHERE (SELECT set_config('synchronous_commit', 'on', true)) IS NOT NULL
-                    ORDER BY l.kind, l.namespace, l.scope, l.key
+                      AND (SELECT now() >= $4 AND now() <= coalesce($5, 'infinity')
+                              AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)
                     FOR NO KEY UPDATE OF l SKIP LOCKED
+                ), updated AS (
+                    UPDATE ", $table, " AS l
+                    SET revision = w.revision", $(", ", $column, " = w.", $column,)* "
+                    FROM w
+                    WHERE l.id = w.id
+                    RETURNING w.ord
                 )
-                UPDATE ", $table, " AS l
-                SET revision = w.revision", $(", ", $column, " = w.", $column,)* "
-                FROM w
-                WHERE l.kind = w.kind AND l.namespace = w.namespace AND l.scope = w.scope
-                  AND l.key = w.key
-                RETURNING w.ord"
+                SELECT count(*), CASE WHEN count(*) < cardinality($3) THEN array_agg(ord) END
+                FROM updated"
             ),
             // New keys start above the floor, which clean-up cannot raise while this holds its
-            // row. If clean-up has it, nothing is inserted, and the engine tries again.
+            // row. If clean-up has it, nothing is inserted, and the engine tries again. The rows
+            // come, and are inserted, in the order of their keys: two replicas that insert the same
+            // ones wait for each other in one direction only.
             insert: concat!(
                 "/* insert ", $table, " */
                 WITH f AS MATERIALIZED (
                     SELECT floor FROM fencepost.floor
                     WHERE (SELECT set_config('synchronous_commit', 'on', true)) IS NOT NULL
+                      AND (SELECT now() >= $4 AND now() <= coalesce($5, 'infinity')
+                              AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)
                     FOR SHARE SKIP LOCKED
+                ), inserted AS (
+                    INSERT INTO ", $table, " (id, revision", $(", ", $column,)* ")
+                    SELECT n.id, n.revision", $(", n.", $column,)* "
+                    FROM f
+                    CROSS JOIN unnest($1::text[], $2::bigint[], $3::bigint[]",
+                        $(", $", $number, "::", $type, "[]",)*
+                        ") AS n (id, expected, revision", $(", ", $column,)* ")
+                    WHERE n.revision > f.floor
+                    ON CONFLICT DO NOTHING
+                    RETURNING id
                 )
-                INSERT INTO ", $table, " (kind, namespace, scope, key, revision",
-                    $(", ", $column,)* ")
-                SELECT n.kind, n.namespace, n.scope, n.key, n.revision", $(", n.", $column,)* "
-                FROM f
-                CROSS JOIN unnest($1::smallint[], $2::text[], $3::text[], $4::text[],
-                                  $5::bigint[], $6::bigint[]",
-                    $(", $", $number, "::", $type, "[]",)*
-                    ") AS n (kind, namespace, scope, key, expected, revision",
-                    $(", ", $column,)* ")
-                WHERE n.revision > f.floor
-                ORDER BY n.kind, n.namespace COLLATE \"C\", n.scope COLLATE \"C\",
-                         n.key COLLATE \"C\"
-                ON CONFLICT DO NOTHING
-                RETURNING kind, namespace, scope, key"
+                SELECT count(*), CASE WHEN count(*) < cardinality($3) THEN array_agg(id) END
+                FROM inserted"
             ),
             list: concat!(
                 "/* list ", $table, " */
-                SELECT key, now(), ", $list, "
+                SELECT id, now(), ", $list, "
                 FROM ", $table, "
-                WHERE kind = $1 AND namespace = $2 AND scope = $3 AND key BETWEEN $4 AND $5
-                  AND ($6::text IS NULL OR key <> $6) AND starts_with(key, $7)
-                ORDER BY key
-                LIMIT $8"
+                WHERE id BETWEEN $1 AND $2 AND ($3::text IS NULL OR id <> $3)
+                  AND starts_with(id, $4)
+                ORDER BY id
+                LIMIT $5"
             ),
             // Looks at the next rows in the order of their keys; whether each is idle. A clock
             // beyond what can be counted (2^53 - 2^40 µs) must not delete what is in use.
             scan: concat!(
                 "/* scan ", $table, " */
-                SELECT kind, namespace, scope, key,
+                SELECT id,
                        ", $idle, " <= (extract(epoch FROM now()) * 1000000)::bigint
                          AND now() < '2255-05-01'
                 FROM ", $table, " AS l
-                WHERE (kind, namespace, scope, key) > ($2, $3, $4, $5)
-                ORDER BY kind, namespace, scope, key
-                LIMIT $6"
+                WHERE id > $2
+                ORDER BY id
+                LIMIT $3"
             ),
             // Deletes what is still idle and not in use by anybody, and raises the floor with it.
             delete_idle: concat!(
                 "/* clean up ", $table, " */
                 WITH idle AS MATERIALIZED (
-                    SELECT l.kind, l.namespace, l.scope, l.key
-                    FROM unnest($2::smallint[], $3::text[], $4::text[], $5::text[])
-                         AS n (kind, namespace, scope, key)
-                    JOIN ", $table, " AS l
-                      ON l.kind = n.kind AND l.namespace = n.namespace AND l.scope = n.scope
-                     AND l.key = n.key
+                    SELECT l.id
+                    FROM unnest($2::text[]) AS n (id) JOIN ", $table, " AS l ON l.id = n.id
                     WHERE ", $idle, " <= (extract(epoch FROM now()) * 1000000)::bigint
                       AND now() < '2255-05-01'
-                    ORDER BY l.kind, l.namespace, l.scope, l.key
                     FOR UPDATE OF l SKIP LOCKED
                 ), deleted AS (
-                    DELETE FROM ", $table, " AS l
-                    USING idle AS i
-                    WHERE l.kind = i.kind AND l.namespace = i.namespace AND l.scope = i.scope
-                      AND l.key = i.key
+                    DELETE FROM ", $table, " AS l USING idle WHERE l.id = idle.id
                     RETURNING l.revision
                 ), raised AS (
                     UPDATE fencepost.floor
@@ -203,20 +195,12 @@ pub(super) fn lease_columns(row: &PgRow, first: usize) -> Result<LeaseColumns, s
     })
 }
 
-fn keys<'q>(query: Bound<'q>, keys: impl Iterator<Item = &'q Key> + Clone) -> Bound<'q> {
-    query
-        .bind(keys.clone().map(|key| kind_number(key.kind)).collect::<Vec<_>>())
-        .bind(keys.clone().map(|key| key.namespace.as_str()).collect::<Vec<_>>())
-        .bind(keys.clone().map(|key| key.scope.as_str()).collect::<Vec<_>>())
-        .bind(keys.map(|key| key.name.as_str()).collect::<Vec<_>>())
-}
-
 pub(super) async fn load<T: Table>(
     connection: &mut PgConnection,
     wanted: &[Key],
 ) -> Result<(Vec<Option<Row<T::State>>>, Surroundings), sqlx::Error> {
-    let query = keys(sqlx::query(T::STATEMENTS.load), wanted.iter());
-    let found = query.fetch_all(connection).await?;
+    let ids: Vec<&str> = wanted.iter().map(Key::as_str).collect();
+    let found = sqlx::query(T::STATEMENTS.load).bind(ids).fetch_all(connection).await?;
     let mut rows = vec![None; wanted.len()];
     let Some(first) = found.first() else {
         return Err(sqlx::Error::RowNotFound);
@@ -237,46 +221,66 @@ pub(super) async fn load<T: Table>(
     Ok((rows, surroundings))
 }
 
+/// What a write must find at the server besides its rows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Guard {
+    pub(super) moment: Moment,
+    pub(super) timeline: u32,
+}
+
+/// Runs a write; the row that it answers with, unless that says that all were accepted.
 async fn write<T: Table>(
     connection: &mut PgConnection,
     statement: &'static str,
+    guard: Guard,
     writes: &[&Write<T::State>],
-) -> Result<Vec<PgRow>, sqlx::Error> {
+) -> Result<Option<PgRow>, sqlx::Error> {
+    let Guard { moment, timeline } = guard;
+    let ids: Vec<&str> = writes.iter().map(|write| write.key.as_str()).collect();
     let expected: Vec<Option<i64>> =
         writes.iter().map(|write| write.expected.map(Version::get)).collect();
     let revisions: Vec<i64> = writes.iter().map(|write| write.row.revision.get()).collect();
-    let query = keys(sqlx::query(statement), writes.iter().map(|write| &write.key));
-    T::bind(query.bind(expected).bind(revisions), writes).fetch_all(connection).await
+    let query = sqlx::query(statement)
+        .bind(ids)
+        .bind(expected)
+        .bind(revisions)
+        .bind(timestamp(moment.clock.now))
+        .bind(moment.until.map(timestamp))
+        .bind(format!("{timeline:08X}"));
+    let row = T::bind(query, writes).fetch_one(connection).await?;
+    let count: i64 = row.try_get(0)?;
+    Ok(Some(row).filter(|_| usize::try_from(count) != Ok(writes.len())))
 }
 
 /// Updates rows that exist; tells for each whether it was accepted.
 pub(super) async fn update<T: Table>(
     connection: &mut PgConnection,
+    guard: Guard,
     writes: &[&Write<T::State>],
 ) -> Result<Vec<bool>, sqlx::Error> {
+    let Some(row) = write::<T>(connection, T::STATEMENTS.update, guard, writes).await? else {
+        return Ok(vec![true; writes.len()]);
+    };
     let mut accepted = vec![false; writes.len()];
-    for row in write::<T>(connection, T::STATEMENTS.update, writes).await? {
-        let ord: i64 = row.try_get(0)?;
+    for ord in row.try_get::<Option<Vec<i64>>, _>(1)?.unwrap_or_default() {
         accepted[usize::try_from(ord - 1).unwrap_or_default()] = true;
     }
     Ok(accepted)
 }
 
-/// Inserts rows that do not exist; tells for each whether it was accepted.
+/// Inserts rows that do not exist, which must come in the order of their keys; tells for each
+/// whether it was accepted.
 pub(super) async fn insert<T: Table>(
     connection: &mut PgConnection,
+    guard: Guard,
     writes: &[&Write<T::State>],
 ) -> Result<Vec<bool>, sqlx::Error> {
-    let rows = write::<T>(connection, T::STATEMENTS.insert, writes).await?;
-    let mut accepted: HashSet<(i16, &str, &str, &str)> = HashSet::with_capacity(rows.len());
-    for row in &rows {
-        accepted.insert((row.try_get(0)?, row.try_get(1)?, row.try_get(2)?, row.try_get(3)?));
-    }
-    let is_accepted = |Key { kind, namespace, scope, name }: &Key| {
-        let key = (kind_number(*kind), namespace.as_str(), scope.as_str(), name.as_str());
-        accepted.contains(&key)
+    let Some(row) = write::<T>(connection, T::STATEMENTS.insert, guard, writes).await? else {
+        return Ok(vec![true; writes.len()]);
     };
-    Ok(writes.iter().map(|write| is_accepted(&write.key)).collect())
+    let accepted: HashSet<String> =
+        row.try_get::<Option<Vec<String>>, _>(1)?.unwrap_or_default().into_iter().collect();
+    Ok(writes.iter().map(|write| accepted.contains(write.key.as_str())).collect())
 }
 
 /// A stretch of rows, and the server's time.
@@ -288,13 +292,10 @@ pub(super) async fn list<T: Table>(
 ) -> Result<Stretch<T::State>, sqlx::Error> {
     let (lower, upper) = query.bounds();
     let found = sqlx::query(T::STATEMENTS.list)
-        .bind(kind_number(query.kind))
-        .bind(query.namespace.as_str())
-        .bind(query.scope.as_str())
-        .bind(lower)
-        .bind(upper)
-        .bind(query.after.as_ref().map(Name::as_str))
-        .bind(&query.prefix)
+        .bind(lower.as_str())
+        .bind(upper.as_str())
+        .bind(query.after().as_ref().map(Key::as_str))
+        .bind(query.prefix().as_str())
         .bind(i64::try_from(query.limit).unwrap_or(i64::MAX))
         .fetch_all(&mut *connection)
         .await?;
@@ -304,8 +305,8 @@ pub(super) async fn list<T: Table>(
     };
     let mut rows = Vec::with_capacity(found.len());
     for row in &found {
-        let name: String = row.try_get(0)?;
-        rows.push((Name::from_stored(name), T::row(row, 2)?));
+        let key = Key::from_stored(row.try_get::<&str, _>(0)?);
+        rows.push((Name::from_stored(key.name()), T::row(row, 2)?));
     }
     Ok((rows, micros(now)))
 }
@@ -321,44 +322,28 @@ pub(super) async fn clean_up<T: Table>(
 ) -> Result<Cleaned, sqlx::Error> {
     let rows = sqlx::query(T::STATEMENTS.scan)
         .bind(retention_micros)
-        .bind(after.kind)
-        .bind(&after.namespace)
-        .bind(&after.scope)
-        .bind(&after.key)
+        .bind(after.key.as_str())
         .bind(i64::try_from(Cursor::CHUNK).unwrap_or(i64::MAX))
         .fetch_all(&mut *connection)
         .await?;
-    let mut idle: (Vec<i16>, Vec<String>, Vec<String>, Vec<String>) = Default::default();
-    let mut last = None;
+    let mut idle: Vec<&str> = Vec::new();
     for row in &rows {
-        let cursor = Cursor {
-            table: after.table,
-            kind: row.try_get(0)?,
-            namespace: row.try_get(1)?,
-            scope: row.try_get(2)?,
-            key: row.try_get(3)?,
-        };
         // NULL for what is kept for ever.
-        if row.try_get::<Option<bool>, _>(4)?.unwrap_or(false) {
-            idle.0.push(cursor.kind);
-            idle.1.push(cursor.namespace.clone());
-            idle.2.push(cursor.scope.clone());
-            idle.3.push(cursor.key.clone());
+        if row.try_get::<Option<bool>, _>(1)?.unwrap_or(false) {
+            idle.push(row.try_get(0)?);
         }
-        last = Some(cursor);
     }
+    let last: Option<&str> = rows.last().map(|row| row.try_get(0)).transpose()?;
+    let last = last.map(|id| Cursor { table: after.table, key: Key::from_stored(id) });
     let mut deleted = 0_i64;
-    if !idle.0.is_empty() {
+    if !idle.is_empty() {
         let mut transaction = connection.begin().await?;
         // Waits for the inserts of the moment, unlike anything on the request path.
         sqlx::raw_sql("SET LOCAL lock_timeout = '5s'").execute(&mut *transaction).await?;
         sqlx::query(LOCK_FLOOR).execute(&mut *transaction).await?;
         deleted = sqlx::query(T::STATEMENTS.delete_idle)
             .bind(retention_micros)
-            .bind(idle.0)
-            .bind(idle.1)
-            .bind(idle.2)
-            .bind(idle.3)
+            .bind(idle)
             .fetch_one(&mut *transaction)
             .await?
             .try_get(0)?;

@@ -10,6 +10,7 @@ mod table;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -22,7 +23,7 @@ use tokio::time::timeout;
 
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
-    Backend, Cleaned, Cursor, CursorTable, Link, ListQuery, Listed, Loaded, OpenError, Store,
+    Backend, Cleaned, Cursor, CursorTable, ListQuery, Listed, Loaded, Moment, OpenError, Store,
     StoreError, Stored, WakePath, Write, plausible,
 };
 use crate::domain::ids::Key;
@@ -31,7 +32,7 @@ use crate::domain::record::RecordMachine;
 use crate::domain::time::Timestamp;
 use crate::domain::version::Version;
 
-use table::Table;
+use table::{MAX_ROWS, Table};
 
 static MIGRATIONS: sqlx::migrate::Migrator = sqlx::migrate!("migrations/sqlite");
 
@@ -49,14 +50,10 @@ pub struct SqliteStore {
 #[derive(Debug)]
 struct Shared {
     clock: EmbeddedClock,
+    /// As in the file.
+    floor: AtomicI64,
     /// `None` after [`Backend::close`].
-    file: Mutex<Option<File>>,
-}
-
-#[derive(Debug)]
-struct File {
-    connection: SqliteConnection,
-    floor: i64,
+    file: Mutex<Option<SqliteConnection>>,
 }
 
 impl SqliteStore {
@@ -95,11 +92,11 @@ impl SqliteStore {
                 ))
             })?;
         let clock = Timestamp::from_micros(state.get(1));
-        let file = File { connection, floor: state.get(0) };
         Ok(Self {
             shared: Arc::new(Shared {
                 clock: EmbeddedClock::starting_at(clock, source),
-                file: Mutex::new(Some(file)),
+                floor: AtomicI64::new(state.get(0)),
+                file: Mutex::new(Some(connection)),
             }),
         })
     }
@@ -144,6 +141,10 @@ async fn connect(path: &Path) -> Result<SqliteConnection, OpenError> {
         .pragma("cache_size", "-65536")
         // In pages: a batch should seldom have to move the log's pages into the file.
         .pragma("wal_autocheckpoint", "4000")
+        // Enough for every text of both tables.
+        .statement_cache_capacity(200)
+        // Rows of a load, which the database's thread would otherwise wait to hand over.
+        .row_buffer_size(1_000)
         .disable_statement_logging()
         .connect()
         .await
@@ -160,34 +161,37 @@ async fn run_migrations(connection: &mut SqliteConnection, path: &Path) -> Resul
 }
 
 impl Shared {
+    fn moment(&self) -> Moment {
+        Moment::embedded(&self.clock, self.floor.load(Ordering::Relaxed))
+    }
+
     async fn load<T: Table>(&self, keys: &[Key]) -> Result<Loaded<T::State>, StoreError> {
         let mut file = self.file.lock().await;
-        let file = file.as_mut().ok_or_else(closed)?;
-        let now = self.clock.now();
-        let rows =
-            table::load::<T>(&mut file.connection, keys).await.map_err(|error| away(&error))?;
-        Ok(Loaded { rows, now, floor: file.floor, link: Link::default() })
+        let connection = file.as_mut().ok_or_else(closed)?;
+        let moment = self.moment();
+        let rows = table::load::<T>(connection, keys).await.map_err(|error| away(&error))?;
+        Ok(Loaded { rows, moment })
     }
 
     async fn store<T: Table>(&self, writes: &[Write<T::State>]) -> Vec<Stored> {
         let mut file = self.file.lock().await;
-        let Some(File { connection, floor }) = file.as_mut() else {
+        let Some(connection) = file.as_mut() else {
             return vec![Stored::Failed(closed()); writes.len()];
         };
-        let now = self.clock.now();
-        let floor = *floor;
-        let stored = transaction(connection, async |connection| {
-            let stored = table::store::<T>(connection, writes, floor).await?;
-            if Version::is_plausible(now) {
-                record_clock(connection, now).await?;
+        let floor = self.floor.load(Ordering::Relaxed);
+        let mut results = Vec::with_capacity(writes.len());
+        for writes in writes.chunks(MAX_ROWS) {
+            let now = Some(self.clock.now()).filter(|now| Version::is_plausible(*now));
+            match table::store::<T>(connection, writes, floor, now).await {
+                Ok(accepted) => results.extend(accepted.into_iter().map(|is_accepted| {
+                    if is_accepted { Stored::Accepted } else { Stored::NotAccepted }
+                })),
+                Err(failure) => {
+                    results.extend(writes.iter().map(|_| Stored::Failed(failure.explain())));
+                }
             }
-            Ok(stored)
-        });
-        stored.await.unwrap_or_else(|error| {
-            let message = error.to_string().into();
-            let error = StoreError::Refused { message, is_transient: true };
-            vec![Stored::Failed(error); writes.len()]
-        })
+        }
+        results
     }
 
     async fn clean_up(
@@ -196,11 +200,11 @@ impl Shared {
         after: Option<Cursor>,
     ) -> Result<Cleaned, StoreError> {
         let mut file = self.file.lock().await;
-        let file = file.as_mut().ok_or_else(closed)?;
+        let connection = file.as_mut().ok_or_else(closed)?;
         let now = plausible(self.clock.now())?;
         let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
         let after = after.unwrap_or_else(Cursor::first);
-        let cleaned = transaction(&mut file.connection, async |connection| match after.table {
+        let cleaned = transaction(connection, async |connection| match after.table {
             CursorTable::Leases => {
                 table::clean_up::<LeaseMachine>(connection, &after, micros, now).await
             }
@@ -209,8 +213,28 @@ impl Shared {
             }
         });
         let (cleaned, floor) = cleaned.await.map_err(|error| away(&error))?;
-        file.floor = file.floor.max(floor);
+        self.floor.fetch_max(floor, Ordering::Relaxed);
         Ok(cleaned.or_next_table(&after))
+    }
+}
+
+/// Why a transaction has no answer.
+#[derive(Debug)]
+enum Failure {
+    /// It was rolled back.
+    NotApplied(sqlx::Error),
+    /// It was committed, but what it came to cannot be told.
+    Unknown(sqlx::Error),
+}
+
+impl Failure {
+    fn explain(&self) -> StoreError {
+        match self {
+            Self::NotApplied(error) => {
+                StoreError::Refused { message: error.to_string().into(), is_transient: true }
+            }
+            Self::Unknown(error) => StoreError::Unknown(error.to_string().into()),
+        }
     }
 }
 
@@ -229,14 +253,14 @@ async fn transaction<T>(
     connection: &mut SqliteConnection,
     work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
 ) -> Result<T, sqlx::Error> {
-    sqlx::raw_sql("BEGIN IMMEDIATE").execute(&mut *connection).await?;
+    sqlx::query("BEGIN IMMEDIATE").execute(&mut *connection).await?;
     let done = match work(&mut *connection).await {
-        Ok(done) => sqlx::raw_sql("COMMIT").execute(&mut *connection).await.map(|_| done),
+        Ok(done) => sqlx::query("COMMIT").execute(&mut *connection).await.map(|_| done),
         Err(error) => Err(error),
     };
     if done.is_err() {
         // Fails if SQLite has rolled back by itself.
-        let _ = sqlx::raw_sql("ROLLBACK").execute(&mut *connection).await;
+        let _ = sqlx::query("ROLLBACK").execute(&mut *connection).await;
     }
     done
 }
@@ -259,19 +283,28 @@ impl<T: Table> Store<T> for SqliteStore {
         self.shared.load::<T>(keys).await
     }
 
+    async fn known(&self, _lane: usize) -> Option<Moment> {
+        Some(self.shared.moment())
+    }
+
     /// Runs in a task of its own, so that a caller who gives up does not leave a transaction open.
-    async fn store(&self, _lane: usize, _link: Link, writes: &[Write<T::State>]) -> Vec<Stored> {
-        let (shared, owned) = (Arc::clone(&self.shared), writes.to_vec());
-        let stored = tokio::spawn(async move { shared.store::<T>(&owned).await }).await;
-        stored.unwrap_or_else(|error| vec![Stored::Failed(failed(&error)); writes.len()])
+    async fn store(
+        &self,
+        _lane: usize,
+        _moment: Moment,
+        writes: Arc<[Write<T::State>]>,
+    ) -> Vec<Stored> {
+        let (shared, count) = (Arc::clone(&self.shared), writes.len());
+        let stored = tokio::spawn(async move { shared.store::<T>(&writes).await }).await;
+        stored.unwrap_or_else(|error| vec![Stored::Failed(failed(&error)); count])
     }
 
     async fn list(&self, query: ListQuery) -> Result<Listed<T::State>, StoreError> {
         in_time(async {
             let mut file = self.shared.file.lock().await;
-            let file = file.as_mut().ok_or_else(closed)?;
+            let connection = file.as_mut().ok_or_else(closed)?;
             let now = self.shared.clock.now();
-            let rows = table::list::<T>(&mut file.connection, &query).await;
+            let rows = table::list::<T>(connection, &query).await;
             Ok(Listed { rows: rows.map_err(|error| away(&error))?, now })
         })
         .await
@@ -290,8 +323,9 @@ impl Backend for SqliteStore {
         "sqlite"
     }
 
+    /// The file is written by one at a time, but while it is, the other's next batch is prepared.
     fn lanes(&self) -> usize {
-        1
+        2
     }
 
     fn wake_path(&self) -> WakePath {
@@ -303,9 +337,9 @@ impl Backend for SqliteStore {
         let shared = Arc::clone(&self.shared);
         let checking = tokio::spawn(async move {
             let mut file = shared.file.lock().await;
-            let file = file.as_mut().ok_or_else(closed)?;
+            let connection = file.as_mut().ok_or_else(closed)?;
             let now = plausible(shared.clock.now())?;
-            record_clock(&mut file.connection, now).await.map_err(|error| away(&error))
+            record_clock(connection, now).await.map_err(|error| away(&error))
         });
         in_time(async { checking.await.unwrap_or_else(|error| Err(failed(&error))) }).await
     }
@@ -321,8 +355,8 @@ impl Backend for SqliteStore {
     }
 
     async fn close(&self) {
-        if let Some(file) = self.shared.file.lock().await.take() {
-            let _ = file.connection.close().await;
+        if let Some(connection) = self.shared.file.lock().await.take() {
+            let _ = connection.close().await;
         }
     }
 }
@@ -330,7 +364,7 @@ impl Backend for SqliteStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::domain::ids::{Kind, Name, Namespace, OwnerId, Scope};
+    use crate::domain::ids::{Kind, Namespace, OwnerId, Scope};
     use crate::domain::lease::{Lease, Status};
     use crate::domain::time::Ttl;
     use crate::domain::version::Version;
@@ -351,12 +385,7 @@ mod tests {
             metadata: Some("x".repeat(2_000)),
         };
         Write {
-            key: Key {
-                kind: Kind::Lease,
-                namespace: Namespace::default_namespace(),
-                scope: Scope::none(),
-                name: Name::from_stored(name),
-            },
+            key: Key::new(Kind::Lease, &Namespace::default_namespace(), &Scope::none(), name),
             expected: None,
             row: Row { revision: stamp, state: lease },
         }
@@ -364,7 +393,44 @@ mod tests {
 
     async fn limit_pages(store: &SqliteStore, sql: &'static str) {
         let mut file = store.shared.file.lock().await;
-        sqlx::raw_sql(sql).execute(&mut file.as_mut().unwrap().connection).await.unwrap();
+        sqlx::raw_sql(sql).execute(file.as_mut().unwrap()).await.unwrap();
+    }
+
+    async fn store_all(store: &SqliteStore, writes: Vec<Write<Lease>>) -> Vec<bool> {
+        let moment = store.shared.moment();
+        let stored = Store::<LeaseMachine>::store(store, 0, moment, writes.into()).await;
+        stored.iter().map(|stored| matches!(stored, Stored::Accepted)).collect()
+    }
+
+    async fn is_accepted(store: &SqliteStore, write: Write<Lease>) -> bool {
+        store_all(store, vec![write]).await[0]
+    }
+
+    #[tokio::test]
+    async fn each_write_of_a_large_batch_is_told_its_own_fate() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = SqliteStore::open(&directory.path().join("test.db"), true).await.unwrap();
+        let name = |number: usize| format!("k{number}");
+        let stamped = |number, stamp| {
+            let mut write = write(&name(number));
+            write.row.revision = Version::from_stored(stamp);
+            write
+        };
+        let odd = (0..200).filter(|number| number % 2 == 1).map(|number| stamped(number, 1));
+        assert_eq!(store_all(&store, odd.collect()).await, vec![true; 100]);
+        let accepted = store_all(&store, (0..200).map(|n| stamped(n, 2)).collect()).await;
+        assert!(accepted.iter().enumerate().all(|(number, is)| *is == (number % 2 == 0)));
+        let many = (0..1_500).map(|number| write(&format!("many {number}"))).collect();
+        assert_eq!(store_all(&store, many).await, vec![true; 1_500]);
+        let update = |number| {
+            let expected = if number < 70 { 1 + i64::from(number % 2 == 0) } else { 9 };
+            Write { expected: Some(Version::from_stored(expected)), ..stamped(number, 10) }
+        };
+        let accepted = store_all(&store, (0..200).map(update).collect()).await;
+        assert!(accepted.iter().enumerate().all(|(number, is)| *is == (number < 70)));
+        let keys: Vec<Key> = (0..300).map(|number| write(&name(number)).key).collect();
+        let loaded = Store::<LeaseMachine>::load(&store, 0, &keys).await.unwrap();
+        assert!(loaded.rows.iter().enumerate().all(|(n, row)| row.is_some() == (n < 200)));
     }
 
     #[tokio::test]
@@ -376,26 +442,15 @@ mod tests {
         limit_pages(&store, "PRAGMA max_page_count = 1").await;
         let mut refused = 0;
         for number in 0..40 {
-            let stored = Store::<LeaseMachine>::store(
-                &store,
-                0,
-                Link::default(),
-                &[write(&format!("a{number}"))],
-            )
-            .await;
-            refused += usize::from(!matches!(stored[0], Stored::Accepted));
+            refused += usize::from(!is_accepted(&store, write(&format!("a{number}"))).await);
         }
         assert!(refused > 2, "the disk was never full");
-        assert!(
-            Store::<LeaseMachine>::store(&store, 0, Link::default(), &[write("b")]).await.len()
-                == 1
-        );
+        is_accepted(&store, write("b")).await;
         limit_pages(&store, "PRAGMA max_page_count = 1000000").await;
-        let stored = Store::<LeaseMachine>::store(&store, 0, Link::default(), &[write("c")]).await;
-        assert!(matches!(stored[0], Stored::Accepted), "{stored:?}");
+        assert!(is_accepted(&store, write("c")).await);
         // As a process that is killed: without closing in order.
         let file = store.shared.file.lock().await.take().unwrap();
-        file.connection.close_hard().await.unwrap();
+        file.close_hard().await.unwrap();
         let reopened = SqliteStore::open(&path, true).await.unwrap();
         let loaded = Store::<LeaseMachine>::load(&reopened, 0, &[write("c").key]).await.unwrap();
         assert!(loaded.rows[0].is_some());
