@@ -99,3 +99,78 @@ impl<M: Machine> Recall<M> {
         self.old.remove(key);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::ids::{Kind, Namespace, OwnerId, Scope};
+    use crate::domain::lease::{Lease, LeaseMachine, Status};
+    use crate::domain::time::{Timestamp, Ttl};
+
+    fn key(number: usize) -> Key {
+        let name = number.to_string();
+        Key::new(Kind::Lease, &Namespace::default_namespace(), &Scope::none(), &name)
+    }
+
+    fn row(metadata: Option<String>) -> Row<Lease> {
+        let revision = Version::from_stored(1);
+        let at = Timestamp::from_micros(1);
+        let state = Lease {
+            version: revision,
+            status: Status::Held,
+            owner_id: OwnerId::from_stored("a"),
+            attempt_id: None,
+            grant_id: 1,
+            ttl: Ttl::from_stored(1_000),
+            acquired_at: at,
+            expires_at: at,
+            recovered_from: None,
+            metadata,
+        };
+        Row { revision, state }
+    }
+
+    fn following(link: u64) -> Recall<LeaseMachine> {
+        let mut recall = Recall::new();
+        recall.follow(Link(link));
+        recall
+    }
+
+    #[test]
+    fn what_came_over_another_link_is_forgotten() {
+        let mut recall = following(1);
+        recall.remember(&key(1), &row(None));
+        recall.follow(Link(1));
+        assert!(matches!(recall.guess(&key(1)), Guess::Row(Some(_))));
+        recall.follow(Link(2));
+        assert!(matches!(recall.guess(&key(1)), Guess::Row(None)));
+    }
+
+    #[test]
+    fn a_large_row_is_known_to_be_there_and_not_kept() {
+        let mut recall = following(1);
+        recall.remember(&key(1), &row(Some("x".repeat(4_000))));
+        assert!(matches!(recall.guess(&key(1)), Guess::Unclear));
+    }
+
+    #[test]
+    fn the_newest_rows_are_remembered_and_the_memory_is_bounded() {
+        let mut recall = following(1);
+        for number in 0..5 * CAPACITY {
+            recall.remember(&key(number), &row(None));
+        }
+        for number in 4 * CAPACITY..5 * CAPACITY {
+            assert!(matches!(recall.guess(&key(number)), Guess::Row(Some(_))));
+        }
+        assert!(recall.young.len() + recall.old.len() <= 2 * CAPACITY);
+    }
+
+    #[test]
+    fn guesses_that_are_mostly_wrong_are_given_up_until_they_would_be_right() {
+        let mut recall = following(1);
+        (0..200).for_each(|_| recall.count(false));
+        assert!(!recall.is_worthwhile());
+        (0..200).for_each(|_| recall.count(true));
+        assert!(recall.is_worthwhile());
+    }
+}
