@@ -20,6 +20,7 @@ use fencepost::store::memory::MemoryStore;
 use fencepost::store::{
     ListQuery, Listed, Loaded, Moment, OpenError, Store, StoreError, Stored, Write,
 };
+use sqlx::{ConnectOptions as _, Connection as _};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
@@ -393,6 +394,40 @@ async fn a_leader_leads_on_for_as_long_as_it_asks() {
         assert!(!second.is_leader().await);
     }
     assert_eq!(first.term().await, Some(term));
+}
+
+/// Said when it starts, and not by the first statement that fails.
+#[tokio::test(flavor = "multi_thread")]
+async fn tables_of_another_build_are_refused_with_what_to_do() {
+    for kind in [Kind::Sqlite, Kind::Postgres] {
+        let world = World::new(kind).await;
+        open(&world).await.close().await;
+        if kind == Kind::Postgres {
+            let mut database = world.database.as_ref().unwrap().connect().await;
+            let change = "UPDATE fencepost.migrations SET checksum = '' WHERE version = 1";
+            sqlx::raw_sql(change).execute(&mut database).await.unwrap();
+        } else {
+            let options = sqlx::sqlite::SqliteConnectOptions::new().filename(world.sqlite_file());
+            let mut file = options.connect().await.unwrap();
+            let change = "UPDATE _sqlx_migrations SET checksum = x'' WHERE version = 1";
+            sqlx::raw_sql(change).execute(&mut file).await.unwrap();
+            file.close().await.unwrap();
+        }
+        for migrate in [true, false] {
+            let options = CoordinatorOptions { migrate, ..CoordinatorOptions::default() };
+            match Coordinator::open(&world.url(), options).await {
+                // A file is not asked for its migrations when they are off.
+                Ok(opened) => {
+                    assert!(kind == Kind::Sqlite && !migrate);
+                    opened.close().await;
+                }
+                Err(OpenError::Configuration(reason)) => {
+                    assert!(!migrate || reason.contains("migration 1"), "{reason}");
+                }
+                Err(error) => panic!("{error:?}"),
+            }
+        }
+    }
 }
 
 /// A store of leases that can be taken away.

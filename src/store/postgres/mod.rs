@@ -201,6 +201,10 @@ async fn prepare(servers: &Servers, migrate: bool) -> Result<(), OpenError> {
     };
     timeout(START_TIMEOUT, run).await.map_err(|_| late())?.map_err(|error| match error {
         MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) => failed(&error),
+        MigrateError::VersionMismatch(version) => OpenError::Configuration(format!(
+            "the tables were made by a build whose migration {version} was another one: use an \
+             empty database, or drop the schema fencepost and all that it remembers"
+        )),
         error => OpenError::Configuration(format!("cannot update the tables: {error}")),
     })
 }
@@ -220,10 +224,14 @@ async fn is_current(
     if !has_table {
         return Ok(false);
     }
-    let applied: Vec<i64> = sqlx::query_scalar("SELECT version FROM fencepost.migrations")
-        .fetch_all(connection)
-        .await?;
-    Ok(migrations.iter().all(|migration| applied.contains(&migration.version)))
+    let applied: Vec<(i64, Vec<u8>)> =
+        sqlx::query_as("SELECT version, checksum FROM fencepost.migrations")
+            .fetch_all(connection)
+            .await?;
+    Ok(migrations.iter().all(|migration| {
+        let known = applied.iter().find(|(version, _)| *version == migration.version);
+        known.is_some_and(|(_, checksum)| *checksum == *migration.checksum)
+    }))
 }
 
 impl PostgresStore {

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use sqlx::migrate::MigrateError;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteLockingMode, SqliteSynchronous,
 };
@@ -156,7 +157,14 @@ async fn connect(path: &Path) -> Result<SqliteConnection, OpenError> {
 
 async fn run_migrations(connection: &mut SqliteConnection, path: &Path) -> Result<(), OpenError> {
     MIGRATIONS.run(connection).await.map_err(|error| {
-        OpenError::Configuration(format!("cannot create the tables in {}: {error}", path.display()))
+        let path = path.display();
+        OpenError::Configuration(match error {
+            MigrateError::VersionMismatch(version) => format!(
+                "{path} was made by a build whose migration {version} was another one: use another \
+                 file, or delete this one and all that it remembers"
+            ),
+            error => format!("cannot create the tables in {path}: {error}"),
+        })
     })
 }
 
