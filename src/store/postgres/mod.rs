@@ -5,8 +5,8 @@
 //! * No transaction spans two messages on the request path, and no request runs statements itself:
 //!   a request can be cancelled anywhere. A connection is taken out of its slot for a statement
 //!   and put back after its last byte; whatever goes wrong in between drops it, socket and all.
-//! * A batch is at most one load, then at most one statement that only updates and one that only inserts.
-//!   In a combined one, two replicas deadlock.
+//! * A batch is at most one load, then at most one statement that only updates and one that only
+//!   inserts. In a combined one, two replicas deadlock.
 //! * No statement waits for a lock of a row. Rows that somebody else has locked are skipped and
 //!   tried again.
 //! * Nothing is ever cancelled on the server: a cancelled wait for a standby counts as committed.
@@ -45,8 +45,8 @@ use link::{Linked, Servers, classify};
 use table::{Guard, Surroundings, Table};
 use wakes::{Message, Wakes};
 
-/// Connections for batches: one more than one, so that while one commits the other works; and up to
-/// four where there are processors for them. More only make the batches smaller.
+/// How many connections batches have: at least two, so that while one commits the other works, and up
+/// to four where there are processors for them. More only make the batches smaller.
 fn lanes() -> usize {
     std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 4)
 }
@@ -378,7 +378,12 @@ impl<T: Table> Store<T> for PostgresStore {
         writes: Arc<[Write<T::State>]>,
     ) -> Vec<Stored> {
         let mut lane = self.lanes[lane].lock().await;
-        let mut linked = lane.slot.take().filter(|linked| linked.link == moment.link);
+        if lane.slot.as_ref().is_none_or(|linked| linked.link != moment.link) {
+            // Not touched: the lane may have to rest, or have another connection by now.
+            let error = StoreError::Away("the connection was lost".into());
+            return vec![Stored::Failed(error); writes.len()];
+        }
+        let mut linked = lane.slot.take();
         let mut results = vec![Stored::NotAccepted; writes.len()];
         lane.is_writing = true;
         for is_update in [true, false] {
