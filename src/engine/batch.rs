@@ -22,12 +22,12 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::recall::{Guess, Recall};
-use super::{Answer, EngineError, Grant, Hub, KeyMap, Limits};
+use super::{Answer, EngineError, Grant, Hub, Limits};
 use crate::domain::ids::Key;
 use crate::domain::version::Version;
 use crate::domain::{At, Decision, Machine};
 use crate::store::{
-    Backend, Loaded, Moment, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write,
+    Backend, KeyMap, Loaded, Moment, Row, Store, StoreClock, StoreError, Stored, Waker as _, Write,
 };
 use crate::telemetry::{FailureLabels, Metrics};
 

@@ -20,7 +20,6 @@ mod hub;
 mod recall;
 mod wait;
 
-use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,9 +38,6 @@ use crate::shutdown::spawn_vital;
 use crate::store::{Backend, Store, StoreClock};
 use crate::telemetry::Metrics;
 use batch::{Pending, Shard};
-
-/// A map by key, with a faster hash than the standard one's, and seeded like that.
-type KeyMap<T> = HashMap<Key, T, foldhash::fast::RandomState>;
 
 /// Time limits of an engine.
 #[derive(Clone, Copy, Debug)]

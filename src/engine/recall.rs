@@ -4,11 +4,10 @@
 //! only where the decision is a write, which the store checks; whatever a refusal rests on is
 //! loaded. A key that was never met is taken to have no row, for the same reason.
 
-use super::KeyMap;
 use crate::domain::Machine;
 use crate::domain::ids::Key;
 use crate::domain::version::Version;
-use crate::store::{Link, Row};
+use crate::store::{KeyMap, Link, Row};
 
 /// How many rows one shard remembers, at least; at most twice as many.
 const CAPACITY: usize = 8_192;

@@ -4,6 +4,8 @@ use std::sync::LazyLock;
 
 use sqlx::sqlite::SqliteRow;
 
+use super::Indexes;
+use super::index::Index;
 use super::table::{Bound, Statements, Table, lease_columns};
 use crate::domain::lease::{Lease, LeaseMachine};
 use crate::domain::version::Version;
@@ -27,12 +29,16 @@ pub(super) const CLAIM: [&str; 10] = [
 static STATEMENTS: LazyLock<Statements> = LazyLock::new(|| {
     let list = format!("revision, {}", CLAIM.join(", "));
     let idle = "CASE status WHEN 0 THEN expires_at ELSE revision END + ?3";
-    Statements::of("leases", CLAIM.to_vec(), &list, idle)
+    Statements::of("leases", "lease_keys", CLAIM.to_vec(), &list, idle)
 });
 
 impl Table for LeaseMachine {
     fn statements() -> &'static Statements {
         &STATEMENTS
+    }
+
+    fn index(indexes: &mut Indexes) -> &mut Option<Index> {
+        &mut indexes.leases
     }
 
     fn row(row: &SqliteRow, first: usize) -> Result<Row<Lease>, sqlx::Error> {

@@ -4,6 +4,7 @@
 //! start, and a killed one leaves no lock behind. Each batch is one transaction with one fsync
 //! (`journal_mode=WAL`, `synchronous=FULL`), which also records the service's clock.
 
+mod index;
 mod leases;
 mod records;
 mod table;
@@ -33,6 +34,7 @@ use crate::domain::record::RecordMachine;
 use crate::domain::time::Timestamp;
 use crate::domain::version::Version;
 
+use index::Index;
 use table::{MAX_ROWS, Table};
 
 static MIGRATIONS: sqlx::migrate::Migrator = sqlx::migrate!("migrations/sqlite");
@@ -54,7 +56,35 @@ struct Shared {
     /// As in the file.
     floor: AtomicI64,
     /// `None` after [`Backend::close`].
-    file: Mutex<Option<SqliteConnection>>,
+    file: Mutex<Option<File>>,
+}
+
+/// The file, and what is known of it.
+#[derive(Debug)]
+struct File {
+    connection: SqliteConnection,
+    indexes: Indexes,
+}
+
+/// Which row a key has. `None` where what a write has come to is not known: read from the file.
+#[derive(Debug, Default)]
+struct Indexes {
+    leases: Option<Index>,
+    records: Option<Index>,
+}
+
+impl File {
+    /// The connection, and the index of a table.
+    async fn table<T: Table>(
+        &mut self,
+    ) -> Result<(&mut SqliteConnection, &mut Index), sqlx::Error> {
+        let Self { connection, indexes } = self;
+        let index = match T::index(indexes) {
+            Some(index) => index,
+            unknown => unknown.insert(table::read_index::<T>(connection).await?),
+        };
+        Ok((connection, index))
+    }
 }
 
 impl SqliteStore {
@@ -97,7 +127,7 @@ impl SqliteStore {
             shared: Arc::new(Shared {
                 clock: EmbeddedClock::starting_at(clock, source),
                 floor: AtomicI64::new(state.get(0)),
-                file: Mutex::new(Some(connection)),
+                file: Mutex::new(Some(File { connection, indexes: Indexes::default() })),
             }),
         })
     }
@@ -175,31 +205,82 @@ impl Shared {
 
     async fn load<T: Table>(&self, keys: &[Key]) -> Result<Loaded<T::State>, StoreError> {
         let mut file = self.file.lock().await;
-        let connection = file.as_mut().ok_or_else(closed)?;
+        let file = file.as_mut().ok_or_else(closed)?;
+        let (connection, index) = file.table::<T>().await.map_err(|error| away(&error))?;
         let moment = self.moment();
-        let rows = table::load::<T>(connection, keys).await.map_err(|error| away(&error))?;
+        let rows = table::load::<T>(connection, index, keys).await.map_err(|error| away(&error))?;
         Ok(Loaded { rows, moment })
     }
 
     async fn store<T: Table>(&self, writes: &[Write<T::State>]) -> Vec<Stored> {
         let mut file = self.file.lock().await;
-        let Some(connection) = file.as_mut() else {
+        let Some(file) = file.as_mut() else {
             return vec![Stored::Failed(closed()); writes.len()];
         };
-        let floor = self.floor.load(Ordering::Relaxed);
         let mut results = Vec::with_capacity(writes.len());
         for writes in writes.chunks(MAX_ROWS) {
-            let now = Some(self.clock.now()).filter(|now| Version::is_plausible(*now));
-            match table::store::<T>(connection, writes, floor, now).await {
+            match self.store_some::<T>(file, writes).await {
                 Ok(accepted) => results.extend(accepted.into_iter().map(|is_accepted| {
                     if is_accepted { Stored::Accepted } else { Stored::NotAccepted }
                 })),
-                Err(failure) => {
-                    results.extend(writes.iter().map(|_| Stored::Failed(failure.explain())));
-                }
+                Err(error) => results.extend(vec![Stored::Failed(error); writes.len()]),
             }
         }
         results
+    }
+
+    /// Stores at most [`MAX_ROWS`] rows, or none, and a stretch of new keys where one is due.
+    async fn store_some<T: Table>(
+        &self,
+        file: &mut File,
+        writes: &[Write<T::State>],
+    ) -> Result<Vec<bool>, StoreError> {
+        let floor = self.floor.load(Ordering::Relaxed);
+        let now = Some(self.clock.now()).filter(|now| Version::is_plausible(*now));
+        let (connection, index) = file.table::<T>().await.map_err(|error| away(&error))?;
+        table::store::<T>(connection, index, writes, floor, now).await.map_err(|failure| {
+            if let Failure::Unknown(_) = failure {
+                *T::index(&mut file.indexes) = None;
+            }
+            failure.explain()
+        })
+    }
+
+    /// Brings a table's keys up to date, for what walks along them. In between, others write.
+    async fn index_all<T: Table>(&self) -> Result<(), StoreError> {
+        let mut stretches = 1;
+        let mut done = 0;
+        while done < stretches {
+            let mut file = self.file.lock().await;
+            let file = file.as_mut().ok_or_else(closed)?;
+            if done == 0 {
+                let (_, index) = file.table::<T>().await.map_err(|error| away(&error))?;
+                stretches = index.begin_round();
+            }
+            self.store_some::<T>(file, &[]).await?;
+            done += 1;
+        }
+        Ok(())
+    }
+
+    async fn clean<T: Table>(
+        &self,
+        retention: Duration,
+        after: &Cursor,
+    ) -> Result<Cleaned, StoreError> {
+        if after.key.as_str().is_empty() {
+            self.index_all::<T>().await?;
+        }
+        let mut file = self.file.lock().await;
+        let File { connection, .. } = file.as_mut().ok_or_else(closed)?;
+        let now = plausible(self.clock.now())?;
+        let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
+        let cleaned = transaction(connection, async |connection| {
+            table::clean_up::<T>(connection, after, micros, now).await
+        });
+        let (cleaned, floor) = cleaned.await.map_err(|error| away(&error))?;
+        self.floor.fetch_max(floor, Ordering::Relaxed);
+        Ok(cleaned)
     }
 
     async fn clean_up(
@@ -207,22 +288,12 @@ impl Shared {
         retention: Duration,
         after: Option<Cursor>,
     ) -> Result<Cleaned, StoreError> {
-        let mut file = self.file.lock().await;
-        let connection = file.as_mut().ok_or_else(closed)?;
-        let now = plausible(self.clock.now())?;
-        let micros = i64::try_from(retention.as_micros()).unwrap_or(i64::MAX / 2);
         let after = after.unwrap_or_else(Cursor::first);
-        let cleaned = transaction(connection, async |connection| match after.table {
-            CursorTable::Leases => {
-                table::clean_up::<LeaseMachine>(connection, &after, micros, now).await
-            }
-            CursorTable::Records => {
-                table::clean_up::<RecordMachine>(connection, &after, micros, now).await
-            }
-        });
-        let (cleaned, floor) = cleaned.await.map_err(|error| away(&error))?;
-        self.floor.fetch_max(floor, Ordering::Relaxed);
-        Ok(cleaned.or_next_table(&after))
+        let cleaned = match after.table {
+            CursorTable::Leases => self.clean::<LeaseMachine>(retention, &after).await,
+            CursorTable::Records => self.clean::<RecordMachine>(retention, &after).await,
+        };
+        Ok(cleaned?.or_next_table(&after))
     }
 }
 
@@ -310,9 +381,10 @@ impl<T: Table> Store<T> for SqliteStore {
     async fn list(&self, query: ListQuery) -> Result<Listed<T::State>, StoreError> {
         in_time(async {
             let mut file = self.shared.file.lock().await;
-            let connection = file.as_mut().ok_or_else(closed)?;
+            let file = file.as_mut().ok_or_else(closed)?;
+            let (connection, index) = file.table::<T>().await.map_err(|error| away(&error))?;
             let now = self.shared.clock.now();
-            let rows = table::list::<T>(connection, &query).await;
+            let rows = table::list::<T>(connection, index, &query).await;
             Ok(Listed { rows: rows.map_err(|error| away(&error))?, now })
         })
         .await
@@ -345,7 +417,7 @@ impl Backend for SqliteStore {
         let shared = Arc::clone(&self.shared);
         let checking = tokio::spawn(async move {
             let mut file = shared.file.lock().await;
-            let connection = file.as_mut().ok_or_else(closed)?;
+            let File { connection, .. } = file.as_mut().ok_or_else(closed)?;
             let now = plausible(shared.clock.now())?;
             record_clock(connection, now).await.map_err(|error| away(&error))
         });
@@ -363,8 +435,8 @@ impl Backend for SqliteStore {
     }
 
     async fn close(&self) {
-        if let Some(connection) = self.shared.file.lock().await.take() {
-            let _ = connection.close().await;
+        if let Some(file) = self.shared.file.lock().await.take() {
+            let _ = file.connection.close().await;
         }
     }
 }
@@ -372,7 +444,7 @@ impl Backend for SqliteStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::domain::ids::{Kind, Namespace, OwnerId, Scope};
+    use crate::domain::ids::{Kind, Name, Namespace, OwnerId, Scope};
     use crate::domain::lease::{Lease, Status};
     use crate::domain::time::Ttl;
     use crate::domain::version::Version;
@@ -401,7 +473,7 @@ mod tests {
 
     async fn limit_pages(store: &SqliteStore, sql: &'static str) {
         let mut file = store.shared.file.lock().await;
-        sqlx::raw_sql(sql).execute(file.as_mut().unwrap()).await.unwrap();
+        sqlx::raw_sql(sql).execute(&mut file.as_mut().unwrap().connection).await.unwrap();
     }
 
     async fn store_all(store: &SqliteStore, writes: Vec<Write<Lease>>) -> Vec<bool> {
@@ -457,10 +529,133 @@ mod tests {
         limit_pages(&store, "PRAGMA max_page_count = 1000000").await;
         assert!(is_accepted(&store, write("c")).await);
         // As a process that is killed: without closing in order.
-        let file = store.shared.file.lock().await.take().unwrap();
-        file.close_hard().await.unwrap();
+        kill(&store).await;
         let reopened = SqliteStore::open(&path, true).await.unwrap();
         let loaded = Store::<LeaseMachine>::load(&reopened, 0, &[write("c").key]).await.unwrap();
         assert!(loaded.rows[0].is_some());
+    }
+    async fn kill(store: &SqliteStore) {
+        let file = store.shared.file.lock().await.take().unwrap();
+        file.connection.close_hard().await.unwrap();
+    }
+
+    async fn count(store: &SqliteStore, of: &'static str) -> i64 {
+        let mut file = store.shared.file.lock().await;
+        let connection = &mut file.as_mut().unwrap().connection;
+        sqlx::query_scalar(of).fetch_one(connection).await.unwrap()
+    }
+
+    async fn are_there(store: &SqliteStore, numbers: impl Iterator<Item = usize>) -> bool {
+        let keys: Vec<Key> = numbers.map(|number| write(&scattered(number)).key).collect();
+        let loaded = Store::<LeaseMachine>::load(store, 0, &keys).await.unwrap();
+        loaded.rows.iter().all(Option::is_some)
+    }
+
+    /// A name, such that those of numbers in a row fall anywhere in their order.
+    fn scattered(number: usize) -> String {
+        format!("{:016x}", (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    fn small(name: &str) -> Write<Lease> {
+        let mut write = write(name);
+        write.row.state.metadata = None;
+        write
+    }
+
+    /// Everything that looks for keys finds those that the table of keys has, and those that it does
+    /// not have yet.
+    #[tokio::test]
+    async fn a_key_is_found_wherever_it_is_kept() {
+        const ROWS: usize = 70_000;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("test.db");
+        let mut store = SqliteStore::open(&path, true).await.unwrap();
+        let indexed = "SELECT count(*) FROM lease_keys";
+        for from in (0..ROWS).step_by(500) {
+            let some = (from..from + 500).map(|number| small(&scattered(number))).collect();
+            assert!(store_all(&store, some).await.iter().all(|is| *is));
+        }
+        for is_reopened in [false, true] {
+            let share = count(&store, indexed).await;
+            assert!(share > 0 && share < 10_000, "{share} of the keys were indexed");
+            assert!(are_there(&store, 0..ROWS).await);
+            let again = (0..ROWS).step_by(50).map(|number| small(&scattered(number))).collect();
+            assert!(!store_all(&store, again).await.iter().any(|is| *is), "a key has two rows");
+            let update = |number| {
+                let expected = Some(Version::from_stored(1 + i64::from(is_reopened)));
+                let mut write = Write { expected, ..small(&scattered(number)) };
+                write.row.revision = Version::from_stored(2 + i64::from(is_reopened));
+                write
+            };
+            let updates = (0..ROWS).step_by(50).map(update).collect();
+            assert!(store_all(&store, updates).await.iter().all(|is| *is));
+            let names = listed(&store, ROWS).await;
+            let mut expected: Vec<String> = (0..ROWS).map(scattered).collect();
+            expected.sort();
+            assert!(names == expected, "the list is not all keys in order");
+            kill(&store).await;
+            store = SqliteStore::open(&path, true).await.unwrap();
+        }
+        let mut after = None;
+        let mut deleted = 0;
+        loop {
+            let cleaned = store.clean_up(Duration::ZERO, after).await.unwrap();
+            deleted += cleaned.deleted;
+            after = cleaned.next;
+            if after.is_none() {
+                break;
+            }
+        }
+        assert_eq!(deleted, ROWS as u64);
+        let left = "SELECT (SELECT count(*) FROM leases) + (SELECT count(*) FROM lease_keys)";
+        assert_eq!(count(&store, left).await, 0);
+        let mut anew = small(&scattered(1));
+        anew.row.revision = Version::from_stored(100);
+        assert!(is_accepted(&store, anew).await);
+    }
+
+    /// The names of all leases, some pages long.
+    async fn listed(store: &SqliteStore, at_most: usize) -> Vec<String> {
+        let mut names: Vec<String> = Vec::new();
+        loop {
+            let query = ListQuery {
+                kind: Kind::Lease,
+                namespace: Namespace::default_namespace(),
+                scope: Scope::none(),
+                prefix: String::new(),
+                after: names.last().map(|name| Name::from_stored(name.as_str())),
+                limit: at_most / 3,
+            };
+            let page = Store::<LeaseMachine>::list(store, query).await.unwrap();
+            if page.rows.is_empty() {
+                return names;
+            }
+            names.extend(page.rows.into_iter().map(|(name, _)| name.as_str().to_owned()));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_file_of_the_first_layout_keeps_what_it_holds() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("test.db");
+        let mut connection = connect(&path).await.unwrap();
+        let first = MIGRATIONS.iter().take(1).cloned().collect();
+        sqlx::migrate::Migrator::with_migrations(first).run(&mut connection).await.unwrap();
+        let rows = "WITH RECURSIVE n(value) AS (SELECT 0 UNION ALL SELECT value + 1 FROM n LIMIT 100)
+                    INSERT INTO leases (id, revision, version, status, owner_id, grant_id, ttl_ms,
+                                        acquired_at, expires_at, metadata)
+                    SELECT '1\u{1f}default\u{1f}\u{1f}k' || value, 7, 5, 1, 'owner', 3, 1000, 5, 6, '{}'
+                    FROM n";
+        sqlx::raw_sql(rows).execute(&mut connection).await.unwrap();
+        connection.close().await.unwrap();
+        let store = SqliteStore::open(&path, true).await.unwrap();
+        let keys: Vec<Key> = (0..100).map(|number| write(&format!("k{number}")).key).collect();
+        let loaded = Store::<LeaseMachine>::load(&store, 0, &keys).await.unwrap();
+        for row in loaded.rows {
+            let Row { revision, state } = row.unwrap();
+            assert_eq!((revision.get(), state.version.get()), (7, 5));
+            assert_eq!((state.owner_id.as_str(), state.metadata.as_deref()), ("owner", Some("{}")));
+        }
+        assert!(!is_accepted(&store, write("k7")).await);
     }
 }

@@ -5,6 +5,8 @@ use std::sync::LazyLock;
 use sqlx::Row as _;
 use sqlx::sqlite::SqliteRow;
 
+use super::Indexes;
+use super::index::Index;
 use super::leases::{CLAIM, bind_lease};
 use super::table::{Bound, Statements, Table, lease_columns};
 use crate::domain::ids::{Binding, CorrelationId};
@@ -31,12 +33,16 @@ static STATEMENTS: LazyLock<Statements> = LazyLock::new(|| {
                      WHEN substr(id, 1, 1) = '3' THEN NULL
                      WHEN status = 0 THEN expires_at + ?3
                      ELSE revision + ?3 END";
-    Statements::of("records", columns, &list, idle)
+    Statements::of("records", "record_keys", columns, &list, idle)
 });
 
 impl Table for RecordMachine {
     fn statements() -> &'static Statements {
         &STATEMENTS
+    }
+
+    fn index(indexes: &mut Indexes) -> &mut Option<Index> {
+        &mut indexes.records
     }
 
     fn row(row: &SqliteRow, first: usize) -> Result<Row<Record>, sqlx::Error> {
