@@ -2,11 +2,11 @@
 
 use sqlx::postgres::PgRow;
 
-use super::table::{Bound, Statements, Table, lease_columns, statements};
+use super::table::{Columns, Statements, Table, lease_columns, statements};
 use crate::domain::lease::{Lease, LeaseMachine};
 use crate::domain::version::Version;
+use crate::store::Row;
 use crate::store::columns::status_number;
-use crate::store::{Row, Write};
 
 impl Table for LeaseMachine {
     const STATEMENTS: Statements = statements! {
@@ -23,29 +23,25 @@ impl Table for LeaseMachine {
         Ok(lease_columns(row, first)?.into_row())
     }
 
-    fn bind<'q>(query: Bound<'q>, writes: &[&'q Write<Lease>]) -> Bound<'q> {
-        bind_lease(query, writes.iter().map(|write| &write.row.state))
+    fn bind<'q, 'r>(columns: Columns<'q, 'r, Lease>) -> Columns<'q, 'r, Lease> {
+        bind_lease(columns, |lease| lease)
     }
 }
 
 /// Adds the columns that a claim has in every table.
-pub(super) fn bind_lease<'q>(
-    query: Bound<'q>,
-    leases: impl Iterator<Item = &'q Lease>,
-) -> Bound<'q> {
-    fn column<'q, T>(leases: &[&'q Lease], of: impl Fn(&'q Lease) -> T) -> Vec<T> {
-        leases.iter().map(|lease| of(lease)).collect()
-    }
-    let leases: Vec<&Lease> = leases.collect();
-    query
-        .bind(column(&leases, |lease| lease.version.get()))
-        .bind(column(&leases, |lease| status_number(lease.status)))
-        .bind(column(&leases, |lease| lease.owner_id.as_str()))
-        .bind(column(&leases, |lease| lease.attempt_id))
-        .bind(column(&leases, |lease| lease.grant_id))
-        .bind(column(&leases, |lease| lease.ttl.as_millis()))
-        .bind(column(&leases, |lease| lease.acquired_at.as_micros()))
-        .bind(column(&leases, |lease| lease.expires_at.as_micros()))
-        .bind(column(&leases, |lease| lease.recovered_from.map(Version::get)))
-        .bind(column(&leases, |lease| lease.metadata.as_deref()))
+pub(super) fn bind_lease<'q, 'r, S>(
+    columns: Columns<'q, 'r, S>,
+    of: impl Fn(&'q S) -> &'q Lease,
+) -> Columns<'q, 'r, S> {
+    columns
+        .add(|row| of(row).version.get())
+        .add(|row| status_number(of(row).status))
+        .add(|row| of(row).owner_id.as_str())
+        .add(|row| of(row).attempt_id)
+        .add(|row| of(row).grant_id)
+        .add(|row| of(row).ttl.as_millis())
+        .add(|row| of(row).acquired_at.as_micros())
+        .add(|row| of(row).expires_at.as_micros())
+        .add(|row| of(row).recovered_from.map(Version::get))
+        .add(|row| of(row).metadata.as_deref())
 }

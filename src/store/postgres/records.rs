@@ -4,12 +4,12 @@ use sqlx::Row as _;
 use sqlx::postgres::PgRow;
 
 use super::leases::bind_lease;
-use super::table::{Bound, Statements, Table, lease_columns, statements};
+use super::table::{Columns, Statements, Table, lease_columns, statements};
 use crate::domain::ids::{Binding, CorrelationId};
 use crate::domain::record::{Completion, Record, RecordMachine};
 use crate::domain::time::Timestamp;
+use crate::store::Row;
 use crate::store::columns::{LeaseColumns, RecordColumns};
-use crate::store::{Row, Write};
 
 impl Table for RecordMachine {
     const STATEMENTS: Statements = statements! {
@@ -44,22 +44,16 @@ impl Table for RecordMachine {
         Ok(columns.into_row(lease_columns(row, first)?))
     }
 
-    fn bind<'q>(query: Bound<'q>, writes: &[&'q Write<Record>]) -> Bound<'q> {
-        fn column<'q, T>(
-            writes: &[&'q Write<Record>],
-            of: impl Fn(&'q Record) -> Option<T>,
-        ) -> Vec<Option<T>> {
-            writes.iter().map(|write| of(&write.row.state)).collect()
-        }
+    fn bind<'q, 'r>(columns: Columns<'q, 'r, Record>) -> Columns<'q, 'r, Record> {
         fn completion(record: &Record) -> Option<&Completion> {
             record.completion.as_ref()
         }
-        bind_lease(query, writes.iter().map(|write| &write.row.state.lease))
-            .bind(column(writes, |record| record.binding.as_ref().map(Binding::as_str)))
-            .bind(column(writes, |r| r.correlation_id.as_ref().map(CorrelationId::as_str)))
-            .bind(column(writes, |record| completion(record).map(|c| c.at.as_micros())))
-            .bind(column(writes, |r| completion(r)?.until.map(Timestamp::as_micros)))
-            .bind(column(writes, |record| completion(record).map(|c| &*c.content.text)))
-            .bind(column(writes, |record| completion(record)?.content.body.as_deref()))
+        bind_lease(columns, |record| &record.lease)
+            .add(|record| record.binding.as_ref().map(Binding::as_str))
+            .add(|record| record.correlation_id.as_ref().map(CorrelationId::as_str))
+            .add(|record| completion(record).map(|completion| completion.at.as_micros()))
+            .add(|record| completion(record)?.until.map(Timestamp::as_micros))
+            .add(|record| completion(record).map(|completion| &*completion.content.text))
+            .add(|record| completion(record)?.content.body.as_deref())
     }
 }

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 
 use sqlx::postgres::{PgArguments, PgConnection, PgRow};
 use sqlx::query::Query;
-use sqlx::{Connection, Postgres, Row as _};
+use sqlx::{Connection, Encode, Postgres, Row as _, Type};
 
 use super::link::{micros, timestamp};
 use crate::domain::Machine;
@@ -20,13 +20,43 @@ pub(super) struct Statements {
     pub(super) load: &'static str,
     pub(super) update: &'static str,
     pub(super) insert: &'static str,
+    /// The same for a lone row, whose parameters are no arrays.
+    pub(super) update_one: &'static str,
+    pub(super) insert_one: &'static str,
     pub(super) list: &'static str,
     pub(super) scan: &'static str,
     pub(super) delete_idle: &'static str,
 }
 
-/// A query with its parameters.
-pub(super) type Bound<'q> = Query<'q, Postgres, PgArguments>;
+/// The parameters of a write, which are arrays of a column each; for a lone row, its columns.
+pub(super) struct Columns<'q, 'r, S> {
+    query: Query<'q, Postgres, PgArguments>,
+    writes: &'r [&'q Write<S>],
+}
+
+impl<'q, S> Columns<'q, '_, S> {
+    /// Adds what `of` takes from each state.
+    pub(super) fn add<T>(self, of: impl Fn(&'q S) -> T) -> Self
+    where
+        T: Encode<'q, Postgres> + Type<Postgres> + 'q,
+        Vec<T>: Encode<'q, Postgres> + Type<Postgres> + 'q,
+    {
+        self.add_of(|write| of(&write.row.state))
+    }
+
+    fn add_of<T>(self, of: impl Fn(&'q Write<S>) -> T) -> Self
+    where
+        T: Encode<'q, Postgres> + Type<Postgres> + 'q,
+        Vec<T>: Encode<'q, Postgres> + Type<Postgres> + 'q,
+    {
+        let Self { query, writes } = self;
+        let query = match writes {
+            [write] => query.bind(of(write)),
+            _ => query.bind(writes.iter().map(|write| of(write)).collect::<Vec<T>>()),
+        };
+        Self { query, writes }
+    }
+}
 
 /// A machine whose rows are in a table of their own.
 pub(super) trait Table: Machine {
@@ -35,9 +65,22 @@ pub(super) trait Table: Machine {
     /// Reads a row whose columns begin at `first`.
     fn row(row: &PgRow, first: usize) -> Result<Row<Self::State>, sqlx::Error>;
 
-    /// Adds a parameter for each column behind the revision.
-    fn bind<'q>(query: Bound<'q>, writes: &[&'q Write<Self::State>]) -> Bound<'q>;
+    /// Adds the columns behind the revision.
+    fn bind<'q, 'r>(columns: Columns<'q, 'r, Self::State>) -> Columns<'q, 'r, Self::State>;
 }
+
+/// What all writes must find: the time that the decision is good for (`$4`, `$5`), and the timeline
+/// (`$6`) that it was made on. That needs no saying of what was loaded a moment ago, but of what was
+/// only known. `synchronous_commit` is set here too, since a session's setting does not survive a
+/// transaction-mode pooler.
+macro_rules! guard {
+    () => {
+        "(SELECT set_config('synchronous_commit', 'on', true)) IS NOT NULL
+         AND (SELECT now() >= $4 AND now() <= coalesce($5, 'infinity')
+                 AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)"
+    };
+}
+pub(super) use guard;
 
 /// Spells the statements of one table. The columns behind the revision come with the numbers of
 /// their parameters. `$1` is the key, `$2` the revision that an update expects, `$3` the new one, and
@@ -68,11 +111,6 @@ macro_rules! statements {
             // Rows that somebody else has locked are left out: so this neither waits nor
             // deadlocks. The lock re-checks the revision against the newest version of the row.
             //
-            // Both kinds of write are guarded: they take place within the time that the decision
-            // is good for ($4, $5), and on the timeline ($6) that it was made on. That needs no
-            // saying of what was loaded a moment ago, but of what was only known.
-            // `synchronous_commit` is set here too, since a session's setting does not survive a
-            // transaction-mode pooler.
             update: concat!(
                 "/* update ", $table, " */
                 WITH w AS MATERIALIZED (
@@ -81,9 +119,7 @@ macro_rules! statements {
                     $(", $", $number, "::", $type, "[]",)*
                     ") WITH ORDINALITY AS n (id, expected, revision", $(", ", $column,)* ", ord)
                     JOIN ", $table, " AS l ON l.id = n.id AND l.revision = n.expected
-                    WHERE (SELECT set_config('synchronous_commit', 'on', true)) IS NOT NULL
-                      AND (SELECT now() >= $4 AND now() <= coalesce($5, 'infinity')
-                              AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)
+                    WHERE ", $crate::store::postgres::table::guard!(), "
                     FOR NO KEY UPDATE OF l SKIP LOCKED
                 ), updated AS (
                     UPDATE ", $table, " AS l
@@ -103,9 +139,7 @@ macro_rules! statements {
                 "/* insert ", $table, " */
                 WITH f AS MATERIALIZED (
                     SELECT floor FROM fencepost.floor
-                    WHERE (SELECT set_config('synchronous_commit', 'on', true)) IS NOT NULL
-                      AND (SELECT now() >= $4 AND now() <= coalesce($5, 'infinity')
-                              AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)
+                    WHERE ", $crate::store::postgres::table::guard!(), "
                     FOR SHARE SKIP LOCKED
                 ), inserted AS (
                     INSERT INTO ", $table, " (id, revision", $(", ", $column,)* ")
@@ -120,6 +154,29 @@ macro_rules! statements {
                 )
                 SELECT count(*), CASE WHEN count(*) < cardinality($3) THEN array_agg(id) END
                 FROM inserted"
+            ),
+            // A lone row is what a service that is not busy writes: an array for each column, and the
+            // plan that takes them apart, would be a fifth of the time that its caller waits.
+            update_one: concat!(
+                "/* update one ", $table, " */
+                UPDATE ", $table, " AS l
+                SET revision = $3::bigint", $(", ", $column, " = $", $number, "::", $type,)* "
+                FROM (
+                    SELECT id
+                    FROM ", $table, "
+                    WHERE id = $1::text AND revision = $2::bigint AND ", $crate::store::postgres::table::guard!(), "
+                    FOR NO KEY UPDATE SKIP LOCKED
+                ) AS w
+                WHERE l.id = w.id"
+            ),
+            insert_one: concat!(
+                "/* insert one ", $table, " */
+                INSERT INTO ", $table, " (id, revision", $(", ", $column,)* ")
+                SELECT $1::text, $3::bigint", $(", $", $number, "::", $type,)* "
+                FROM fencepost.floor AS f
+                WHERE $2::bigint IS NULL AND $3::bigint > f.floor AND ", $crate::store::postgres::table::guard!(), "
+                FOR SHARE SKIP LOCKED
+                ON CONFLICT DO NOTHING"
             ),
             list: concat!(
                 "/* list ", $table, " */
@@ -228,28 +285,22 @@ pub(super) struct Guard {
     pub(super) timeline: u32,
 }
 
-/// Runs a write; the row that it answers with, unless that says that all were accepted.
-async fn write<T: Table>(
-    connection: &mut PgConnection,
+/// A write with its parameters.
+fn write<'q, T: Table>(
     statement: &'static str,
     guard: Guard,
-    writes: &[&Write<T::State>],
-) -> Result<Option<PgRow>, sqlx::Error> {
+    writes: &[&'q Write<T::State>],
+) -> Query<'q, Postgres, PgArguments> {
     let Guard { moment, timeline } = guard;
-    let ids: Vec<&str> = writes.iter().map(|write| write.key.as_str()).collect();
-    let expected: Vec<Option<i64>> =
-        writes.iter().map(|write| write.expected.map(Version::get)).collect();
-    let revisions: Vec<i64> = writes.iter().map(|write| write.row.revision.get()).collect();
-    let query = sqlx::query(statement)
-        .bind(ids)
-        .bind(expected)
-        .bind(revisions)
+    let Columns { query, .. } = Columns { query: sqlx::query(statement), writes }
+        .add_of(|write| write.key.as_str())
+        .add_of(|write| write.expected.map(Version::get))
+        .add_of(|write| write.row.revision.get());
+    let query = query
         .bind(timestamp(moment.clock.now))
         .bind(moment.until.map(timestamp))
         .bind(format!("{timeline:08X}"));
-    let row = T::bind(query, writes).fetch_one(connection).await?;
-    let count: i64 = row.try_get(0)?;
-    Ok(Some(row).filter(|_| usize::try_from(count) != Ok(writes.len())))
+    T::bind(Columns { query, writes }).query
 }
 
 /// Updates rows that exist; tells for each whether it was accepted.
@@ -258,9 +309,14 @@ pub(super) async fn update<T: Table>(
     guard: Guard,
     writes: &[&Write<T::State>],
 ) -> Result<Vec<bool>, sqlx::Error> {
-    let Some(row) = write::<T>(connection, T::STATEMENTS.update, guard, writes).await? else {
+    if writes.len() == 1 {
+        let done = write::<T>(T::STATEMENTS.update_one, guard, writes).execute(connection).await?;
+        return Ok(vec![done.rows_affected() == 1]);
+    }
+    let row = write::<T>(T::STATEMENTS.update, guard, writes).fetch_one(connection).await?;
+    if usize::try_from(row.try_get::<i64, _>(0)?) == Ok(writes.len()) {
         return Ok(vec![true; writes.len()]);
-    };
+    }
     let mut accepted = vec![false; writes.len()];
     for ord in row.try_get::<Option<Vec<i64>>, _>(1)?.unwrap_or_default() {
         accepted[usize::try_from(ord - 1).unwrap_or_default()] = true;
@@ -275,9 +331,14 @@ pub(super) async fn insert<T: Table>(
     guard: Guard,
     writes: &[&Write<T::State>],
 ) -> Result<Vec<bool>, sqlx::Error> {
-    let Some(row) = write::<T>(connection, T::STATEMENTS.insert, guard, writes).await? else {
+    if writes.len() == 1 {
+        let done = write::<T>(T::STATEMENTS.insert_one, guard, writes).execute(connection).await?;
+        return Ok(vec![done.rows_affected() == 1]);
+    }
+    let row = write::<T>(T::STATEMENTS.insert, guard, writes).fetch_one(connection).await?;
+    if usize::try_from(row.try_get::<i64, _>(0)?) == Ok(writes.len()) {
         return Ok(vec![true; writes.len()]);
-    };
+    }
     let accepted: HashSet<String> =
         row.try_get::<Option<Vec<String>>, _>(1)?.unwrap_or_default().into_iter().collect();
     Ok(writes.iter().map(|write| accepted.contains(write.key.as_str())).collect())
