@@ -13,6 +13,9 @@ use fencepost::engine::Hub;
 use fencepost::store::postgres::PostgresStore;
 use fencepost::store::{Moment, Row, Store, Stored, Write};
 
+use sqlx::Connection as _;
+use tokio::time::timeout;
+
 use crate::support::{Kind, World};
 
 const LANE: usize = 0;
@@ -39,14 +42,24 @@ fn write(name: &str, now: Timestamp) -> Write<Lease> {
     Write { key: key(name), expected: None, row: Row { revision, state } }
 }
 
-async fn is_accepted(store: &dyn Store<LeaseMachine>, moment: Moment, name: &str) -> bool {
-    let writes = vec![write(name, moment.clock.now)];
-    let stored = store.store(LANE, moment, writes.into()).await;
-    match stored.as_slice() {
-        [Stored::Accepted] => true,
-        [Stored::NotAccepted] => false,
-        other => panic!("{other:?}"),
-    }
+async fn store(
+    store: &dyn Store<LeaseMachine>,
+    moment: Moment,
+    writes: Vec<Write<Lease>>,
+) -> Vec<bool> {
+    // Nothing here waits for a lock.
+    let storing = timeout(Duration::from_secs(2), store.store(LANE, moment, writes.into()));
+    let stored = storing.await.expect("a write waited");
+    let is_accepted = |stored| match stored {
+        Stored::Accepted => true,
+        Stored::NotAccepted => false,
+        other @ Stored::Failed(_) => panic!("{other:?}"),
+    };
+    stored.into_iter().map(is_accepted).collect()
+}
+
+async fn is_accepted(to: &dyn Store<LeaseMachine>, moment: Moment, name: &str) -> bool {
+    store(to, moment, vec![write(name, moment.clock.now)]).await == [true]
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -69,6 +82,76 @@ async fn a_write_that_rests_on_another_time_than_the_store_has_is_not_accepted()
     early.until = Some(early.clock.now.plus(Duration::from_mins(1)));
     assert!(!is_accepted(store, early, "early").await, "before its time");
     assert!(store.load(LANE, &[key("late"), key("early")]).await.unwrap().rows == [None, None]);
+}
+
+/// A lone row goes by a statement of its own.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_row_and_several_are_written_by_the_same_rules() {
+    let world = World::new(Kind::Postgres).await;
+    let (waker, metrics) = (Arc::new(Hub::default()) as _, Arc::default());
+    let opened = PostgresStore::open(&[world.url()], None, true, waker, metrics).await.unwrap();
+    let to: &dyn Store<LeaseMachine> = &opened;
+    let mut session = world.database.as_ref().unwrap().connect().await;
+    for count in [1, 3] {
+        let moment = to.load(LANE, &[key("k")]).await.unwrap().moment;
+        let now = moment.clock.now;
+        let late = Moment { until: Some(now), ..moment };
+        let (all, none) = (vec![true; count], vec![false; count]);
+        let insert = |what: &str, i| write(&format!("{what} {count} {i}"), now);
+        let inserts = |what| (0..count).map(|i| insert(what, i)).collect::<Vec<_>>();
+        let update = |mut write: Write<Lease>, expected: Version| {
+            write.expected = Some(expected);
+            write.row.revision = Version::next(Some(expected), 0, now).unwrap();
+            write
+        };
+        let inserted = inserts("k");
+        let updates: Vec<_> =
+            inserted.iter().map(|write| update(write.clone(), write.row.revision)).collect();
+
+        // What is not there cannot be updated, what is there not inserted, and neither too late.
+        assert_eq!(store(to, moment, updates.clone()).await, none);
+        assert_eq!(store(to, late, inserted.clone()).await, none);
+        assert_eq!(store(to, moment, inserted.clone()).await, all);
+        assert_eq!(store(to, moment, inserted.clone()).await, none);
+        assert_eq!(store(to, late, updates.clone()).await, none);
+
+        // Rows that somebody else has locked are left out.
+        let mut lock = session.begin().await.unwrap();
+        let rows = "SELECT FROM fencepost.leases FOR UPDATE";
+        sqlx::raw_sql(rows).execute(&mut *lock).await.unwrap();
+        assert_eq!(store(to, moment, updates.clone()).await, none);
+        lock.rollback().await.unwrap();
+
+        // Of several, each by its own revision.
+        let mut mixed = updates.clone();
+        mixed[count - 1].expected = Some(updates[0].row.revision);
+        let mut accepted = all.clone();
+        accepted[count - 1] = false;
+        assert_eq!(store(to, moment, mixed).await, accepted);
+        let mut rest = none.clone();
+        rest[count - 1] = true;
+        assert_eq!(store(to, moment, updates.clone()).await, rest);
+        let keys: Vec<Key> = inserted.iter().map(|write| write.key.clone()).collect();
+        let rows = to.load(LANE, &keys).await.unwrap().rows;
+        assert!(
+            rows.into_iter().zip(&updates).all(|(row, write)| row.as_ref() == Some(&write.row))
+        );
+
+        // New keys start above the floor, and do not wait while clean-up has it.
+        let mut lock = session.begin().await.unwrap();
+        let floor = "SELECT FROM fencepost.floor FOR UPDATE";
+        sqlx::raw_sql(floor).execute(&mut *lock).await.unwrap();
+        assert_eq!(store(to, moment, inserts("floor")).await, none);
+        lock.rollback().await.unwrap();
+        let above = now.plus(Duration::from_mins(1)).as_micros();
+        let mut raised = session.begin().await.unwrap();
+        let raise = "UPDATE fencepost.floor SET floor = $1";
+        sqlx::query(raise).bind(above).execute(&mut *raised).await.unwrap();
+        raised.commit().await.unwrap();
+        assert_eq!(store(to, moment, inserts("floor")).await, none);
+        sqlx::query(raise).bind(0_i64).execute(&mut session).await.unwrap();
+        assert_eq!(store(to, moment, inserts("floor")).await, all);
+    }
 }
 
 /// Each remembers a key as it left it, while the other goes on with it.
