@@ -107,23 +107,36 @@ async fn compare(
     report.say("");
 }
 
+/// How long the median of some calls takes.
+async fn median_ms(mut call: impl AsyncFnMut()) -> f64 {
+    let mut trips = Vec::new();
+    for _ in 0..500 {
+        let sent = std::time::Instant::now();
+        call().await;
+        trips.push(sent.elapsed().as_secs_f64() * 1e3);
+    }
+    trips.sort_by(f64::total_cmp);
+    trips[trips.len() / 2]
+}
+
 /// The latency of a lone client, in units of one round trip to the database.
 async fn alone(server: &Server, database_url: &str, report: &mut Report) {
     use sqlx::Connection as _;
     const PATHS: [(&str, &str); 3] =
         [("floor", "/bench/floor"), ("naive", "/bench/naive"), ("claim", "/v1/leases/claim")];
     let mut connection = sqlx::postgres::PgConnection::connect(database_url).await.unwrap();
+    let pool = sqlx::PgPool::connect(database_url).await.unwrap();
     let fresh = Fresh::new();
     let mut rounds = Vec::new();
     for _ in 0..5 {
-        let mut trips = Vec::new();
-        for _ in 0..500 {
-            let sent = std::time::Instant::now();
+        let select = async || {
             let _: i32 = sqlx::query_scalar("SELECT 1").fetch_one(&mut connection).await.unwrap();
-            trips.push(sent.elapsed().as_secs_f64() * 1e3);
-        }
-        trips.sort_by(f64::total_cmp);
-        let mut round = vec![trips[250]];
+        };
+        let mut round = vec![median_ms(select).await];
+        let select = async || {
+            let _: i32 = sqlx::query_scalar("SELECT 1").fetch_one(&pool).await.unwrap();
+        };
+        round.push(median_ms(select).await);
         for (_, path) in PATHS {
             let work = |_| Claims(path, fresh.clone());
             let figures = load(&[server], 1, Duration::from_secs(1), work).await;
@@ -139,10 +152,11 @@ async fn alone(server: &Server, database_url: &str, report: &mut Report) {
     report.say("### Postgres, a lone client\n");
     report.say("| | p50 ms | in round trips |");
     report.say("| --- | ---: | ---: |");
-    report.say(format!("| `SELECT 1` through sqlx | {:.3} | 1 |", median(&|round| round[0])));
-    for (place, (name, _)) in PATHS.iter().enumerate() {
-        let p50 = median(&|round| round[place + 1]);
-        let trips = median(&|round| round[place + 1] / round[0]);
+    let names =
+        ["`SELECT 1` through sqlx", "the same through a pool, which tests the connection first"];
+    for (place, name) in names.into_iter().chain(PATHS.map(|(name, _)| name)).enumerate() {
+        let p50 = median(&|round| round[place]);
+        let trips = median(&|round| round[place] / round[0]);
         report.say(format!("| {name} | {p50:.3} | {trips:.1} |"));
     }
     report.say("");

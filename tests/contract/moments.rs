@@ -154,6 +154,45 @@ async fn one_row_and_several_are_written_by_the_same_rules() {
     }
 }
 
+/// Behind a pooler, a statement may meet a session that somebody else has left. This trigger leaves
+/// each like that.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_write_is_durable_whatever_its_session_was_set_to() {
+    let world = World::new(Kind::Postgres).await;
+    let (waker, metrics) = (Arc::new(Hub::default()) as _, Arc::default());
+    let opened = PostgresStore::open(&[world.url()], None, true, waker, metrics).await.unwrap();
+    let to: &dyn Store<LeaseMachine> = &opened;
+    let mut session = world.database.as_ref().unwrap().connect().await;
+    let trigger = "
+        CREATE TABLE seen (setting text);
+        CREATE FUNCTION look() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            INSERT INTO public.seen VALUES (current_setting('synchronous_commit'));
+            PERFORM set_config('synchronous_commit', 'off', false);
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER look AFTER INSERT OR UPDATE ON fencepost.leases
+            FOR EACH STATEMENT EXECUTE FUNCTION look()";
+    sqlx::raw_sql(trigger).execute(&mut session).await.unwrap();
+    let moment = to.load(LANE, &[key("k")]).await.unwrap().moment;
+    let now = moment.clock.now;
+    for count in [1, 3] {
+        for round in ["a", "b"] {
+            let names = (0..count).map(|i| format!("{round} {count} {i}"));
+            let mut writes: Vec<_> = names.map(|name| write(&name, now)).collect();
+            assert_eq!(store(to, moment, writes.clone()).await, vec![true; count]);
+            for write in &mut writes {
+                write.expected = Some(write.row.revision);
+                write.row.revision = Version::next(write.expected, 0, now).unwrap();
+            }
+            assert_eq!(store(to, moment, writes).await, vec![true; count]);
+        }
+    }
+    let seen: Vec<String> =
+        sqlx::query_scalar("SELECT setting FROM seen").fetch_all(&mut session).await.unwrap();
+    assert_eq!(seen, vec!["on"; 8]);
+}
+
 /// Each remembers a key as it left it, while the other goes on with it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_replica_that_remembers_a_key_as_free_does_not_grant_what_another_holds() {

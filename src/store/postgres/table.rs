@@ -75,7 +75,9 @@ pub(super) trait Table: Machine {
 /// transaction-mode pooler.
 macro_rules! guard {
     () => {
-        "(SELECT set_config('synchronous_commit', 'on', true)) IS NOT NULL
+        "(SELECT CASE current_setting('synchronous_commit')
+                 WHEN 'on' THEN 'on'
+                 ELSE set_config('synchronous_commit', 'on', true) END) IS NOT NULL
          AND (SELECT now() >= $4 AND now() <= coalesce($5, 'infinity')
                  AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)"
     };
