@@ -77,9 +77,9 @@ macro_rules! guard {
     () => {
         "(SELECT CASE current_setting('synchronous_commit')
                  WHEN 'on' THEN 'on'
-                 ELSE set_config('synchronous_commit', 'on', true) END) IS NOT NULL
-         AND (SELECT now() >= $4 AND now() <= coalesce($5, 'infinity')
-                 AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)"
+                 ELSE set_config('synchronous_commit', 'on', true) END IS NOT NULL
+             AND now() >= $4 AND now() <= coalesce($5, 'infinity')
+             AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)"
     };
 }
 pub(super) use guard;
@@ -158,7 +158,7 @@ macro_rules! statements {
                 FROM inserted"
             ),
             // A lone row is what a service that is not busy writes: an array for each column, and the
-            // plan that takes them apart, would be a fifth of the time that its caller waits.
+            // plan that takes them apart, would be a quarter of the time that its caller waits.
             update_one: concat!(
                 "/* update one ", $table, " */
                 UPDATE ", $table, " AS l
