@@ -112,22 +112,26 @@ impl SqliteStore {
         if migrate {
             run_migrations(&mut connection, path).await?;
         }
+        let lacking = |error: sqlx::Error| {
+            OpenError::Configuration(format!(
+                "{} lacks tables of this version of Fencepost ({error}): run `fencepost migrate`, \
+                 or leave --migrate on",
+                path.display()
+            ))
+        };
         let state = sqlx::query("SELECT floor, clock FROM state")
             .fetch_one(&mut connection)
             .await
-            .map_err(|error| {
-                OpenError::Configuration(format!(
-                    "{} has no tables of Fencepost ({error}): run `fencepost migrate`, or leave \
-                     --migrate on",
-                    path.display()
-                ))
-            })?;
+            .map_err(lacking)?;
+        let mut file = File { connection, indexes: Indexes::default() };
+        file.table::<LeaseMachine>().await.map_err(lacking)?;
+        file.table::<RecordMachine>().await.map_err(lacking)?;
         let clock = Timestamp::from_micros(state.get(1));
         Ok(Self {
             shared: Arc::new(Shared {
                 clock: EmbeddedClock::starting_at(clock, source),
                 floor: AtomicI64::new(state.get(0)),
-                file: Mutex::new(Some(File { connection, indexes: Indexes::default() })),
+                file: Mutex::new(Some(file)),
             }),
         })
     }
@@ -248,17 +252,15 @@ impl Shared {
 
     /// Brings a table's keys up to date, for what walks along them. In between, others write.
     async fn index_all<T: Table>(&self) -> Result<(), StoreError> {
-        let mut stretches = 1;
-        let mut done = 0;
-        while done < stretches {
+        let stretches = {
             let mut file = self.file.lock().await;
             let file = file.as_mut().ok_or_else(closed)?;
-            if done == 0 {
-                let (_, index) = file.table::<T>().await.map_err(|error| away(&error))?;
-                stretches = index.begin_round();
-            }
-            self.store_some::<T>(file, &[]).await?;
-            done += 1;
+            let (_, index) = file.table::<T>().await.map_err(|error| away(&error))?;
+            index.begin_round()
+        };
+        for _ in 0..stretches {
+            let mut file = self.file.lock().await;
+            self.store_some::<T>(file.as_mut().ok_or_else(closed)?, &[]).await?;
         }
         Ok(())
     }
@@ -648,6 +650,10 @@ mod tests {
                     FROM n";
         sqlx::raw_sql(rows).execute(&mut connection).await.unwrap();
         connection.close().await.unwrap();
+        match SqliteStore::open(&path, false).await {
+            Err(OpenError::Configuration(reason)) => assert!(reason.contains("fencepost migrate")),
+            other => panic!("{other:?}"),
+        }
         let store = SqliteStore::open(&path, true).await.unwrap();
         let keys: Vec<Key> = (0..100).map(|number| write(&format!("k{number}")).key).collect();
         let loaded = Store::<LeaseMachine>::load(&store, 0, &keys).await.unwrap();
