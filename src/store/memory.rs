@@ -3,9 +3,8 @@
 //! Of stored responses, the newest 4,096 of each namespace are kept. Those still in progress do
 //! not count, and are never dropped.
 
-use std::collections::btree_map::Entry;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
-use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,8 +12,8 @@ use async_trait::async_trait;
 
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
-    Backend, Cleaned, Cursor, CursorTable, ListQuery, Listed, Loaded, Moment, Row, Store,
-    StoreError, Stored, WakePath, Write, plausible,
+    Backend, Cleaned, Cursor, KeyMap, ListQuery, Listed, Loaded, Moment, Row, Store, StoreError,
+    Stored, WakePath, Write, plausible,
 };
 use crate::domain::Machine;
 use crate::domain::ids::{Key, Kind, Name};
@@ -35,8 +34,8 @@ pub struct MemoryStore {
 #[derive(Debug, Default)]
 struct Tables {
     floor: i64,
-    leases: BTreeMap<Key, Row<Lease>>,
-    records: BTreeMap<Key, Row<Record>>,
+    leases: KeyMap<Row<Lease>>,
+    records: KeyMap<Row<Record>>,
     /// By namespace.
     responses: HashMap<String, Queue>,
 }
@@ -46,7 +45,7 @@ struct Tables {
 struct Queue {
     next: u64,
     by_place: BTreeMap<u64, Key>,
-    places: HashMap<Key, u64>,
+    places: KeyMap<u64>,
 }
 
 impl MemoryStore {
@@ -78,7 +77,7 @@ impl Default for MemoryStore {
 
 /// A machine whose rows are in a table of their own.
 trait Table: Machine {
-    fn table(tables: &mut Tables) -> &mut BTreeMap<Key, Row<Self::State>>;
+    fn table(tables: &mut Tables) -> &mut KeyMap<Row<Self::State>>;
 
     /// Since when a row has not been in use; `None` if it is kept for ever.
     fn idle_since(key: &Key, row: &Row<Self::State>, retention: Duration) -> Option<Timestamp>;
@@ -93,7 +92,7 @@ trait Table: Machine {
 }
 
 impl Table for LeaseMachine {
-    fn table(tables: &mut Tables) -> &mut BTreeMap<Key, Row<Lease>> {
+    fn table(tables: &mut Tables) -> &mut KeyMap<Row<Lease>> {
         &mut tables.leases
     }
 
@@ -104,7 +103,7 @@ impl Table for LeaseMachine {
 }
 
 impl Table for RecordMachine {
-    fn table(tables: &mut Tables) -> &mut BTreeMap<Key, Row<Record>> {
+    fn table(tables: &mut Tables) -> &mut KeyMap<Row<Record>> {
         &mut tables.records
     }
 
@@ -186,14 +185,14 @@ impl Tables {
         Stored::Accepted
     }
 
+    /// Looks at all rows: what asks for one key, which is far more often, is the faster for it.
     fn list<T: Table>(&mut self, query: &ListQuery) -> Vec<(Name, Row<T::State>)> {
-        let (lower, upper) = query.bounds();
-        let (prefix, after) = (query.prefix(), query.after());
-        T::table(self)
-            .range(lower..=upper)
-            .filter(|(key, _)| after.as_ref() != Some(*key))
-            .filter(|(key, _)| key.as_str().starts_with(prefix.as_str()))
-            .take(query.limit)
+        let is_wanted = query.filter();
+        let mut found: Vec<_> = T::table(self).iter().filter(|(key, _)| is_wanted(key)).collect();
+        found.sort_unstable_by_key(|(key, _)| *key);
+        found.truncate(query.limit);
+        found
+            .into_iter()
             .map(|(key, row)| (Name::from_stored(key.name()), T::listed(row)))
             .collect()
     }
@@ -205,34 +204,20 @@ impl Tables {
         }
     }
 
-    fn clean_up<T: Table>(
-        &mut self,
-        retention: Duration,
-        now: Timestamp,
-        after: &Cursor,
-    ) -> Cleaned {
-        let from = Bound::Excluded(&after.key);
-        let looked_at: Vec<(Key, bool)> = T::table(self)
-            .range((from, Bound::Unbounded))
-            .take(Cursor::CHUNK)
-            .map(|(key, row)| {
-                let idle_since = T::idle_since(key, row, retention);
-                (key.clone(), idle_since.is_some_and(|since| since <= now))
-            })
-            .collect();
-        let mut deleted = 0;
-        for (key, _) in looked_at.iter().filter(|(_, is_idle)| *is_idle) {
+    /// Deletes all idle rows; how many.
+    fn clean_up<T: Table>(&mut self, retention: Duration, now: Timestamp) -> u64 {
+        let is_idle = |key: &Key, row: &Row<T::State>| {
+            T::idle_since(key, row, retention).is_some_and(|since| since <= now)
+        };
+        let rows = T::table(self).iter().filter(|(key, row)| is_idle(key, row));
+        let idle: Vec<Key> = rows.map(|(key, _)| key.clone()).collect();
+        for key in &idle {
             self.remove::<T>(key);
             if let Some(queue) = self.responses.get_mut(key.namespace()) {
                 queue.remove(key);
             }
-            deleted += 1;
         }
-        let last = looked_at.last().filter(|_| looked_at.len() == Cursor::CHUNK);
-        Cleaned {
-            deleted,
-            next: last.map(|(key, _)| Cursor { table: after.table, key: key.clone() }),
-        }
+        idle.len() as u64
     }
 }
 
@@ -289,16 +274,13 @@ impl Backend for MemoryStore {
     async fn clean_up(
         &self,
         retention: Duration,
-        after: Option<Cursor>,
+        _after: Option<Cursor>,
     ) -> Result<Cleaned, StoreError> {
         let mut tables = self.tables();
         let now = plausible(self.clock.now())?;
-        let after = after.unwrap_or_else(Cursor::first);
-        let cleaned = match after.table {
-            CursorTable::Leases => tables.clean_up::<LeaseMachine>(retention, now, &after),
-            CursorTable::Records => tables.clean_up::<RecordMachine>(retention, now, &after),
-        };
-        Ok(cleaned.or_next_table(&after))
+        let deleted = tables.clean_up::<LeaseMachine>(retention, now)
+            + tables.clean_up::<RecordMachine>(retention, now);
+        Ok(Cleaned { deleted, next: None })
     }
 
     async fn close(&self) {}

@@ -118,6 +118,15 @@ impl ListQuery {
         self.after.as_ref().map(|name| self.key(name.as_str()))
     }
 
+    /// Tells whether a key is one of those asked for, however many.
+    fn filter(&self) -> impl Fn(&Key) -> bool {
+        let (prefix, after) = (self.prefix(), self.after());
+        move |key| {
+            key.as_str().starts_with(prefix.as_str())
+                && after.as_ref().is_none_or(|after| key > after)
+        }
+    }
+
     /// The keys to look at lie between these, bounds included: so an index finds them.
     fn bounds(&self) -> (Key, Key) {
         let prefix = self.prefix();

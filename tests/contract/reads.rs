@@ -293,6 +293,9 @@ on_every_store! {
         let token = page.body["next_page_token"].as_str().unwrap();
         assert_eq!(all(&service, &[("page_token", token), ("limit", "1000")]).await, keys[1..]);
         assert_eq!(all(&service, &[("page_token", token), ("prefix", "b")]).await, keys[2..]);
+        let page = service.get("/v1/leases?limit=3").await;
+        let token = page.body["next_page_token"].as_str().unwrap();
+        assert!(all(&service, &[("page_token", token), ("prefix", "a")]).await.is_empty());
     }
 
     async fn queries_that_are_wrong_are_refused_by_name(service) {

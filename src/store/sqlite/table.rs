@@ -370,20 +370,16 @@ pub(super) async fn list<T: Table>(
     query: &ListQuery,
 ) -> Result<Vec<(Name, Row<T::State>)>, sqlx::Error> {
     let (lower, upper) = query.bounds();
-    let (after, prefix) = (query.after(), query.prefix());
-    let mut recent: Vec<(&Key, i64)> = index
-        .recent()
-        .filter(|(key, _)| key.as_str().starts_with(prefix.as_str()))
-        .filter(|(key, _)| after.as_ref().is_none_or(|after| *key > after))
-        .collect();
+    let is_wanted = query.filter();
+    let mut recent: Vec<(&Key, i64)> = index.recent().filter(|(key, _)| is_wanted(key)).collect();
     recent.sort_unstable();
     recent.truncate(query.limit);
     let recent: Vec<i64> = recent.into_iter().map(|(_, number)| number).collect();
     let rows = sqlx::query(T::statements().list.as_str())
         .bind(lower.as_str())
         .bind(upper.as_str())
-        .bind(after.as_ref().map(Key::as_str))
-        .bind(prefix.as_str())
+        .bind(query.after().as_ref().map(Key::as_str))
+        .bind(query.prefix().as_str())
         .bind(i64::try_from(query.limit).unwrap_or(i64::MAX))
         .bind(serde_json::to_string(&recent).unwrap_or_default())
         .fetch_all(connection)
