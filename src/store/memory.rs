@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use super::clock::{EmbeddedClock, TimeSource};
 use super::{
     Backend, Cleaned, Cursor, KeyMap, ListQuery, Listed, Loaded, Moment, Row, Store, StoreError,
-    Stored, WakePath, Write, plausible,
+    Stored, WakePath, Write, first, plausible,
 };
 use crate::domain::Machine;
 use crate::domain::ids::{Key, Kind, Name};
@@ -188,10 +188,8 @@ impl Tables {
     /// Looks at all rows: what asks for one key, which is far more often, is the faster for it.
     fn list<T: Table>(&mut self, query: &ListQuery) -> Vec<(Name, Row<T::State>)> {
         let is_wanted = query.filter();
-        let mut found: Vec<_> = T::table(self).iter().filter(|(key, _)| is_wanted(key)).collect();
-        found.sort_unstable_by_key(|(key, _)| *key);
-        found.truncate(query.limit);
-        found
+        let found = T::table(self).iter().filter(|(key, _)| is_wanted(key)).collect();
+        first(found, query.limit)
             .into_iter()
             .map(|(key, row)| (Name::from_stored(key.name()), T::listed(row)))
             .collect()

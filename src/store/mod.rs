@@ -137,6 +137,17 @@ impl ListQuery {
     }
 }
 
+/// The first of what was found, in the order of the keys. Without sorting what is beyond: that may
+/// be a whole table.
+fn first<T>(mut found: Vec<(&Key, T)>, limit: usize) -> Vec<(&Key, T)> {
+    if limit < found.len() {
+        found.select_nth_unstable_by_key(limit, |(key, _)| *key);
+        found.truncate(limit);
+    }
+    found.sort_unstable_by_key(|(key, _)| *key);
+    found
+}
+
 /// A stretch of rows in the order of their names' bytes.
 #[derive(Debug)]
 pub struct Listed<S> {

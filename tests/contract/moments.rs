@@ -42,6 +42,11 @@ fn write(name: &str, now: Timestamp) -> Write<Lease> {
     Write { key: key(name), expected: None, row: Row { revision, state } }
 }
 
+async fn open(world: &World) -> PostgresStore {
+    let (waker, metrics) = (Arc::new(Hub::default()) as _, Arc::default());
+    PostgresStore::open(&[world.url()], None, true, waker, metrics).await.unwrap()
+}
+
 async fn store(
     store: &dyn Store<LeaseMachine>,
     moment: Moment,
@@ -65,9 +70,8 @@ async fn is_accepted(to: &dyn Store<LeaseMachine>, moment: Moment, name: &str) -
 #[tokio::test(flavor = "multi_thread")]
 async fn a_write_that_rests_on_another_time_than_the_store_has_is_not_accepted() {
     let world = World::new(Kind::Postgres).await;
-    let (waker, metrics) = (Arc::new(Hub::default()) as _, Arc::default());
-    let store = PostgresStore::open(&[world.url()], None, true, waker, metrics).await.unwrap();
-    let store: &dyn Store<LeaseMachine> = &store;
+    let opened = open(&world).await;
+    let store: &dyn Store<LeaseMachine> = &opened;
     assert!(store.known(LANE).await.is_none(), "something is known before anything was loaded");
     let loaded = store.load(LANE, &[key("k")]).await.unwrap().moment;
     assert!(is_accepted(store, loaded, "loaded").await);
@@ -88,8 +92,7 @@ async fn a_write_that_rests_on_another_time_than_the_store_has_is_not_accepted()
 #[tokio::test(flavor = "multi_thread")]
 async fn one_row_and_several_are_written_by_the_same_rules() {
     let world = World::new(Kind::Postgres).await;
-    let (waker, metrics) = (Arc::new(Hub::default()) as _, Arc::default());
-    let opened = PostgresStore::open(&[world.url()], None, true, waker, metrics).await.unwrap();
+    let opened = open(&world).await;
     let to: &dyn Store<LeaseMachine> = &opened;
     let mut session = world.database.as_ref().unwrap().connect().await;
     for count in [1, 3] {
@@ -159,8 +162,7 @@ async fn one_row_and_several_are_written_by_the_same_rules() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_write_is_durable_whatever_its_session_was_set_to() {
     let world = World::new(Kind::Postgres).await;
-    let (waker, metrics) = (Arc::new(Hub::default()) as _, Arc::default());
-    let opened = PostgresStore::open(&[world.url()], None, true, waker, metrics).await.unwrap();
+    let opened = open(&world).await;
     let to: &dyn Store<LeaseMachine> = &opened;
     let mut session = world.database.as_ref().unwrap().connect().await;
     let trigger = "

@@ -536,6 +536,7 @@ mod tests {
         let loaded = Store::<LeaseMachine>::load(&reopened, 0, &[write("c").key]).await.unwrap();
         assert!(loaded.rows[0].is_some());
     }
+
     async fn kill(store: &SqliteStore) {
         let file = store.shared.file.lock().await.take().unwrap();
         file.connection.close_hard().await.unwrap();

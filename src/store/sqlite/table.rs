@@ -22,7 +22,7 @@ use crate::domain::Machine;
 use crate::domain::ids::{Key, Name};
 use crate::domain::time::Timestamp;
 use crate::store::columns::LeaseColumns;
-use crate::store::{Cleaned, Cursor, KeyMap, ListQuery, Row, Write};
+use crate::store::{Cleaned, Cursor, KeyMap, ListQuery, Row, Write, first};
 
 /// How many rows a statement is for.
 const SIZES: [usize; 8] = [0, 1, 4, 16, 64, 128, 256, MAX_ROWS];
@@ -371,10 +371,9 @@ pub(super) async fn list<T: Table>(
 ) -> Result<Vec<(Name, Row<T::State>)>, sqlx::Error> {
     let (lower, upper) = query.bounds();
     let is_wanted = query.filter();
-    let mut recent: Vec<(&Key, i64)> = index.recent().filter(|(key, _)| is_wanted(key)).collect();
-    recent.sort_unstable();
-    recent.truncate(query.limit);
-    let recent: Vec<i64> = recent.into_iter().map(|(_, number)| number).collect();
+    let recent = index.recent().filter(|(key, _)| is_wanted(key)).collect();
+    let recent: Vec<i64> =
+        first(recent, query.limit).into_iter().map(|(_, number)| number).collect();
     let rows = sqlx::query(T::statements().list.as_str())
         .bind(lower.as_str())
         .bind(upper.as_str())
