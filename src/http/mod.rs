@@ -1,5 +1,6 @@
 //! The service over HTTP: JSON in, JSON out. One file for each resource.
 
+mod at_once;
 mod executions;
 mod idempotency;
 mod leaders;

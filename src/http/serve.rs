@@ -1,5 +1,6 @@
 //! Serving until told to stop, and stopping in order.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
+use super::at_once::AtOnce;
 use super::router::App;
 
 /// How long a connection may stay without the head of a request, so that neither idle nor slow
@@ -51,7 +53,7 @@ pub async fn serve(listener: TcpListener, router: Router, app: Arc<App>, stop: C
         let connection = builder.serve_connection(TokioIo::new(stream), service);
         let connection = open.watch(connection);
         tokio::spawn(async move {
-            if let Err(error) = connection.await {
+            if let Err(error) = AtOnce::new(pin!(connection)).await {
                 tracing::debug!(%error, "a connection broke");
             }
         });
