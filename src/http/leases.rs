@@ -75,7 +75,7 @@ async fn claim_from_rival(
     let ClaimLeaseRequest { key, owner_id, ttl_ms: ttl, attempt_id, metadata, .. } = request;
     let sent = std::time::Instant::now();
     let granted = rival(key.clone(), owner_id.clone(), ttl).await;
-    let version = granted.and_then(Version::new).ok_or_else(Problem::internal)?;
+    let version = granted.and_then(Version::new).ok_or_else(|| Problem::internal("no version"))?;
     let now = Timestamp::from_micros(1_796_025_600_000_000);
     let lease = Lease {
         version,

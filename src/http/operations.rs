@@ -108,7 +108,7 @@ async fn check_readiness(State(app): State<Arc<App>>) -> Result<Response, Proble
     match tokio::spawn(async move { backend.check().await }).await {
         Ok(Ok(())) => Ok(ok(Readiness { status: "ready", store, wake_path })),
         Ok(Err(error)) => Err(Problem::not_ready(&[format!("the store is away: {error}")])),
-        Err(_) => Err(Problem::internal()),
+        Err(error) => Err(Problem::internal(error.to_string())),
     }
 }
 
@@ -289,8 +289,7 @@ fn docs(file: &str) -> Response {
         }
         Ok(None) => Problem::route_not_found(&format!("/docs/{file}")).into_response(),
         Err(error) => {
-            tracing::error!(%error, "the API browser cannot be served");
-            Problem::internal().into_response()
+            Problem::internal(format!("the API browser cannot be served: {error}")).into_response()
         }
     }
 }

@@ -54,6 +54,10 @@ pub(super) struct ProblemBody {
     /// With `stale_lease`: what the key holds instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     current: Option<Current>,
+    /// For the log alone.
+    #[serde(skip)]
+    #[schema(ignore)]
+    cause: Option<String>,
 }
 
 /// One member of a request that is wrong.
@@ -101,6 +105,7 @@ impl Problem {
             limit: None,
             errors: Vec::new(),
             current: None,
+            cause: None,
         }))
     }
 
@@ -184,9 +189,11 @@ impl Problem {
         })
     }
 
-    pub(super) fn internal() -> Self {
+    /// `cause` goes to the log.
+    pub(super) fn internal(cause: impl Into<String>) -> Self {
         let detail = "a bug in the service; its log has more under this request id";
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", detail)
+            .with(|body| body.cause = Some(cause.into()))
     }
 
     fn try_later(code: &'static str, detail: String) -> Self {
@@ -220,6 +227,13 @@ impl Problem {
 
     pub(super) fn code(&self) -> &'static str {
         self.0.code
+    }
+
+    /// What to warn of, if the service has failed. That it is asked to stop is no failure.
+    pub(super) fn failure(&self) -> Option<String> {
+        let body = &self.0;
+        let has_failed = self.status().is_server_error() && body.code != "shutting_down";
+        has_failed.then(|| body.cause.as_ref().unwrap_or(&body.detail).clone())
     }
 
     pub(super) fn reason(&self) -> Option<&'static str> {
@@ -264,10 +278,7 @@ impl From<EngineError> for Problem {
         match error {
             EngineError::Unavailable(reason) => Self::unavailable(&reason),
             EngineError::ShuttingDown => Self::shutting_down(),
-            EngineError::Internal(reason) => {
-                tracing::error!(%reason, "internal error");
-                Self::internal()
-            }
+            EngineError::Internal(reason) => Self::internal(&*reason),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The routes, and what happens around every request.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
@@ -10,7 +10,6 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::set_header::SetResponseHeaderLayer;
-use tracing::Instrument;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 use uuid::Uuid;
@@ -104,32 +103,29 @@ fn build(
             CatchPanicLayer::custom(|panic: Box<dyn std::any::Any + Send>| {
                 let message = panic.downcast_ref::<String>().map(String::as_str);
                 let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
-                tracing::error!(panic = message.unwrap_or("unknown"), "a handler panicked");
-                Problem::internal().into_response()
+                let message = message.unwrap_or("unknown");
+                Problem::internal(format!("a handler panicked: {message}")).into_response()
             }),
         ))
         .with_state(Arc::clone(&app));
     (served, app)
 }
 
-/// Gives each request its id and its span, counts it, and words its problem if it ends in one.
+/// Gives each request its id, counts it, words its problem if it ends in one, and logs it.
+///
+/// One line at the end says all: a span around each request took a sixth of the server's part of it.
 async fn envelope(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let at = Instant::now();
     let request_id = request_id(request.headers());
+    let trace_id = trace_id(request.headers()).map(str::to_owned);
+    let method = request.method().clone();
     let matched = request.extensions().get::<MatchedPath>();
     let route = matched.map_or("other", MatchedPath::as_str).to_owned();
-    let span = tracing::info_span!(
-        "request",
-        method = %request.method(),
-        route,
-        request_id = &*request_id,
-        trace_id = trace_id(request.headers()),
-    );
     request.extensions_mut().insert(Received { at, request_id: Arc::clone(&request_id) });
-    let mut reply = next.run(request).instrument(span.clone()).await;
-    let mut is_expected = false;
+    let mut reply = next.run(request).await;
+    let mut failure = None;
     if let Some(problem) = reply.extensions_mut().remove::<Problem>() {
-        is_expected = problem.code() == "shutting_down";
+        failure = problem.failure();
         let allow = reply.headers_mut().remove(header::ALLOW);
         let no_store = reply.headers_mut().remove(header::CACHE_CONTROL);
         reply = problem.into_reply(&request_id);
@@ -139,20 +135,24 @@ async fn envelope(State(app): State<Arc<App>>, mut request: Request, next: Next)
     if let Ok(value) = HeaderValue::from_str(&request_id) {
         reply.headers_mut().insert(&REQUEST_ID, value);
     }
-    let took = at.elapsed();
-    let labels = RouteLabels { route, status: reply.status().as_u16() };
-    app.metrics.http_requests.get_or_create(&labels).observe(took.as_secs_f64());
-    span.in_scope(|| log(&reply, took, is_expected));
-    reply
-}
-
-fn log(reply: &Response, took: Duration, is_expected: bool) {
-    let (status, millis) = (reply.status().as_u16(), super::shape::millis(took));
-    if reply.status().is_server_error() && !is_expected {
-        tracing::warn!(status, millis, "request failed");
-    } else {
-        tracing::debug!(status, millis, "request");
+    let (status, took) = (reply.status().as_u16(), at.elapsed());
+    let (method, millis) = (method.as_str(), super::shape::millis(took));
+    let (request_id, trace_id) = (&*request_id, trace_id.as_deref());
+    macro_rules! log {
+        ($level:ident, $message:literal $(, $cause:ident)?) => {
+            tracing::$level!(
+                method, route, status, millis, request_id, trace_id, $($cause,)? $message
+            )
+        };
     }
+    match failure {
+        Some(cause) if status == 500 => log!(error, "this is a bug", cause),
+        Some(cause) => log!(warn, "request failed", cause),
+        None => log!(debug, "request"),
+    }
+    let labels = RouteLabels { route, status };
+    app.metrics.http_requests.get_or_create(&labels).observe(took.as_secs_f64());
+    reply
 }
 
 /// The caller's id, or a new one.

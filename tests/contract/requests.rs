@@ -11,6 +11,7 @@ use crate::check::{
     BRIEF, claim, force, header, limit, no_nulls, problem, random_text, until_lapsed, wrong_members,
 };
 use crate::on_every_store;
+use crate::support::process::Process;
 use crate::support::{Client, Kind, Reply, Service};
 use crate::wire::{Wire, exchange, head, post, post_chunked};
 
@@ -861,6 +862,39 @@ async fn a_fitting_request_id_is_taken_over_and_any_other_replaced() {
         problem(&reply, 404, "route_not_found");
         assert_ne!(header(&reply, "x-request-id"), id);
         assert!(header(&reply, "x-request-id").parse::<uuid::Uuid>().is_ok());
+    }
+}
+
+/// What is told of a request by its id must be found by it.
+#[tokio::test]
+async fn each_request_has_one_line_in_the_log_that_names_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("log");
+    let arguments = ["--log", "fencepost=debug", "--log-format", "json"];
+    let stderr = std::fs::File::create(&log).unwrap().into();
+    let mut process = Process::start_with_log("memory:", &arguments, stderr);
+    let trace_id = "0af7651916cd43dd8448eb211c80319c";
+    for (path, status) in [("/v1/leases/state?key=k", 200), ("/nowhere", 404)] {
+        let request = process
+            .http
+            .get(format!("{}{path}", process.base))
+            .header("x-request-id", path)
+            .header("traceparent", format!("00-{trace_id}-b7ad6b7169203331-01"));
+        assert_eq!(request.send().await.unwrap().status(), status);
+    }
+    process.signal("TERM");
+    assert!(process.wait().success());
+    let text = std::fs::read_to_string(&log).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for (id, route, status) in
+        [("/v1/leases/state?key=k", "/v1/leases/state", 200), ("/nowhere", "other", 404)]
+    {
+        let named: Vec<&Value> = lines.iter().filter(|line| line["request_id"] == id).collect();
+        let [line] = named[..] else { panic!("{id}: {text}") };
+        assert_eq!((&line["level"], &line["method"]), (&json!("DEBUG"), &json!("GET")));
+        assert_eq!((&line["route"], &line["status"]), (&json!(route), &json!(status)));
+        assert_eq!(line["trace_id"], trace_id);
+        assert!(line["millis"].is_u64() || line["millis"].is_i64(), "{line}");
     }
 }
 

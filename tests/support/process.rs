@@ -27,11 +27,16 @@ pub fn fencepost(arguments: &[&str]) -> Command {
 impl Process {
     /// Starts it on a free port and waits until it listens.
     pub fn start(database_url: &str, arguments: &[&str]) -> Self {
+        Self::start_with_log(database_url, arguments, Stdio::inherit())
+    }
+
+    /// The same, with its log going to `log`.
+    pub fn start_with_log(database_url: &str, arguments: &[&str], log: Stdio) -> Self {
         let mut child = fencepost(&["serve", "--database-url", database_url])
             .args(["--listen", "127.0.0.1:0"])
             .args(arguments)
             .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
+            .stderr(log)
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
