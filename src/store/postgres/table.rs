@@ -75,11 +75,11 @@ pub(super) trait Table: Machine {
 /// transaction-mode pooler.
 macro_rules! guard {
     () => {
-        "(SELECT CASE current_setting('synchronous_commit')
-                 WHEN 'on' THEN 'on'
-                 ELSE set_config('synchronous_commit', 'on', true) END IS NOT NULL
-             AND now() >= $4 AND now() <= coalesce($5, 'infinity')
-             AND substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) = $6)"
+        "now() >= $4 AND now() <= coalesce($5, 'infinity')
+         AND starts_with(pg_walfile_name(pg_current_wal_lsn()), $6)
+         AND CASE current_setting('synchronous_commit')
+             WHEN 'on' THEN 'on'
+             ELSE set_config('synchronous_commit', 'on', true) END IS NOT NULL"
     };
 }
 pub(super) use guard;
@@ -121,7 +121,7 @@ macro_rules! statements {
                     $(", $", $number, "::", $type, "[]",)*
                     ") WITH ORDINALITY AS n (id, expected, revision", $(", ", $column,)* ", ord)
                     JOIN ", $table, " AS l ON l.id = n.id AND l.revision = n.expected
-                    WHERE ", $crate::store::postgres::table::guard!(), "
+                    WHERE (SELECT ", $crate::store::postgres::table::guard!(), ")
                     FOR NO KEY UPDATE OF l SKIP LOCKED
                 ), updated AS (
                     UPDATE ", $table, " AS l
@@ -175,9 +175,12 @@ macro_rules! statements {
                 "/* insert one ", $table, " */
                 INSERT INTO ", $table, " (id, revision", $(", ", $column,)* ")
                 SELECT $1::text, $3::bigint", $(", $", $number, "::", $type,)* "
-                FROM fencepost.floor AS f
-                WHERE $2::bigint IS NULL AND $3::bigint > f.floor AND ", $crate::store::postgres::table::guard!(), "
-                FOR SHARE SKIP LOCKED
+                FROM (
+                    SELECT
+                    FROM fencepost.floor
+                    WHERE $2::bigint IS NULL AND $3::bigint > floor AND ", $crate::store::postgres::table::guard!(), "
+                    FOR SHARE SKIP LOCKED
+                ) AS f
                 ON CONFLICT DO NOTHING"
             ),
             list: concat!(
