@@ -280,7 +280,9 @@ impl<M: Machine> Shard<M> {
             (Some(moment), true) => moment,
             _ => match self.load(&asked).await {
                 Ok(Loaded { rows, moment }) => {
-                    self.away = None;
+                    if self.away.take().is_some() {
+                        tracing::info!(lane = self.lane, "the store answers again");
+                    }
                     // What this store tells without being asked, it could not before its first load.
                     if known.is_some() || self.known().await.is_some() {
                         self.recall.follow(moment.link);
@@ -518,9 +520,7 @@ impl<M: Machine> Shard<M> {
         };
         self.count_failure("load", failure, &error.to_string());
         let now = Instant::now();
-        // A failure of long ago, with no load since, says nothing of now.
-        let recent = self.away.filter(|(_, last)| now - *last < PATIENCE * 2);
-        let since = recent.map_or(now, |(since, _)| since);
+        let since = self.away_since().unwrap_or(now);
         self.away = Some((since, now));
         let away_for = now - since;
         for mut group in groups {
@@ -542,6 +542,11 @@ impl<M: Machine> Shard<M> {
                 self.park(group);
             }
         }
+    }
+
+    /// Since when loads fail. A failure of long ago, with no load since, says nothing of now.
+    fn away_since(&self) -> Option<Instant> {
+        self.away.filter(|(_, last)| last.elapsed() < PATIENCE * 2).map(|(since, _)| since)
     }
 
     /// Keeps a group until it is due again: at once after the first failure, which is mostly a
@@ -592,6 +597,11 @@ impl<M: Machine> Shard<M> {
 
     fn count_failure(&self, operation: &'static str, failure: &'static str, message: &str) {
         self.metrics.store_failures.get_or_create(&FailureLabels { operation, failure }).inc();
-        tracing::warn!(operation, failure, message, "store call failed");
+        if self.away_since().is_none() {
+            tracing::warn!(operation, failure, message, "store call failed");
+        } else {
+            // One line for each try would say nothing new. Each request that fails has its own.
+            tracing::debug!(operation, failure, message, "store call failed again");
+        }
     }
 }
