@@ -597,11 +597,11 @@ impl<M: Machine> Shard<M> {
 
     fn count_failure(&self, operation: &'static str, failure: &'static str, message: &str) {
         self.metrics.store_failures.get_or_create(&FailureLabels { operation, failure }).inc();
-        if self.away_since().is_none() {
-            tracing::warn!(operation, failure, message, "store call failed");
-        } else {
+        if operation == "load" && self.away_since().is_some() {
             // One line for each try would say nothing new. Each request that fails has its own.
             tracing::debug!(operation, failure, message, "store call failed again");
+        } else {
+            tracing::warn!(operation, failure, message, "store call failed");
         }
     }
 }

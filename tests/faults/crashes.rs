@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
@@ -643,6 +643,36 @@ async fn until_ready(client: &Client, status: u16) -> Duration {
     let since = Instant::now();
     eventually(|| async { client.get("/readyz").await.status == status }).await;
     since.elapsed()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_that_stays_away_is_told_of_once_and_each_failed_request_by_its_id() {
+    let _alone = rig::alone().await;
+    let server = Server::start();
+    let log = server.directory.path().join("service.log");
+    let stderr = std::fs::File::create(&log).unwrap().into();
+    let process = Process::start_with_log(&server.url(), &["--log-format", "json"], stderr);
+    process.claim("k", "a", 60_000).await.expect("claimed");
+    server.crash();
+    let mut ids = Vec::new();
+    for _ in 0..5 {
+        let reply = process.claim("k", "b", 60_000).await;
+        assert_eq!(reply.status, 503, "{reply:#?}");
+        ids.push(reply.body["request_id"].clone());
+    }
+    server.launch();
+    eventually(|| async { process.claim("k", "b", 60_000).await.status == 200 }).await;
+    let text = std::fs::read_to_string(&log).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let count = |member: &str, value: &str| lines.iter().filter(|l| l[member] == value).count();
+    assert_eq!(count("operation", "load"), 1, "{text}");
+    assert_eq!(count("message", "the store answers again"), 1, "{text}");
+    for id in ids {
+        let named: Vec<&Value> = lines.iter().filter(|line| line["request_id"] == id).collect();
+        let [line] = named[..] else { panic!("{id}: {text}") };
+        assert_eq!((&line["level"], &line["status"]), (&json!("WARN"), &json!(503)));
+        assert!(line["cause"].as_str().unwrap().contains("away"), "{line}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
