@@ -4,7 +4,10 @@
 //! look like is asked of every store.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
+use fencepost::coordinator::{Coordinator, CoordinatorOptions};
+use fencepost::http::Rival;
 use serde_json::{Map, Value, json};
 
 use crate::check::{
@@ -896,6 +899,23 @@ async fn each_request_has_one_line_in_the_log_that_names_it() {
         assert_eq!(line["trace_id"], trace_id);
         assert!(line["millis"].is_u64() || line["millis"].is_i64(), "{line}");
     }
+}
+
+#[tokio::test]
+async fn a_bug_is_answered_without_its_details_and_the_connection_goes_on() {
+    let options = CoordinatorOptions::default();
+    let metrics = Arc::clone(&options.metrics);
+    let coordinator = Coordinator::open("memory:", options).await.unwrap();
+    let panics: Rival = Arc::new(|_, _, _| panic!("a secret"));
+    let service = Service::with_rivals(coordinator, metrics, vec![("/panics", panics)]).await;
+    for _ in 0..2 {
+        let reply =
+            service.post("/panics", json!({"key": "k", "owner_id": "a", "ttl_ms": 60_000})).await;
+        problem(&reply, 500, "internal");
+        assert!(!reply.text.contains("secret"), "{reply:#?}");
+    }
+    service.claim("k", "a", 60_000).await.expect("claimed");
+    service.stop().await;
 }
 
 /// Bytes beyond ASCII in a header are refused or replaced; they bring nothing down

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use fencepost::config::Dsn;
 use fencepost::coordinator::{Coordinator, CoordinatorOptions};
-use fencepost::http;
+use fencepost::http::{self, Rival};
 use fencepost::telemetry::Metrics;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -97,9 +97,18 @@ impl Service {
 
     /// A service on a coordinator, which may be on a store that misbehaves.
     pub async fn on(coordinator: Coordinator, metrics: Arc<Metrics>) -> Self {
+        Self::with_rivals(coordinator, metrics, Vec::new()).await
+    }
+
+    /// The same, with other ways to grant a claim at their paths.
+    pub async fn with_rivals(
+        coordinator: Coordinator,
+        metrics: Arc<Metrics>,
+        rivals: Vec<(&'static str, Rival)>,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let base = format!("http://{}", listener.local_addr().unwrap());
-        let (router, app) = http::router(coordinator, metrics);
+        let (router, app) = http::router_with_rivals(coordinator, metrics, rivals);
         let stop = CancellationToken::new();
         let served = http::serve(listener, router, Arc::clone(&app), stop.clone());
         let serving = tokio::spawn(served);
