@@ -10,8 +10,14 @@ use futures_util::task::AtomicWaker;
 /// How often a future is polled in a row before other tasks get their turn.
 const MAX_POLLS: usize = 8;
 
+// The bits of a gate's state. Each change is a read-modify-write with both orderings, so that a poll
+// sees all that was done before any of the wake-ups that it answers.
+
+/// Not polled now: the task must be woken.
 const IDLE: u8 = 0;
+/// Polled now: whoever polls will look for wake-ups afterwards.
 const POLLED: u8 = 1;
+/// Woken since the last poll began.
 const WOKEN: u8 = 2;
 
 /// A future that is polled again at once when it was woken during a poll.
@@ -26,6 +32,7 @@ pub(super) struct AtOnce<F> {
     waker: Waker,
 }
 
+/// What the future wakes in place of the task.
 #[derive(Debug)]
 struct Gate {
     state: AtomicU8,
