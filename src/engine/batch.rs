@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -195,6 +196,8 @@ impl<M: Machine> Shard<M> {
     ) {
         let mut received = Vec::new();
         let mut is_open = true;
+        // Whether the last commands came together: a lone caller is not kept waiting for others.
+        let mut is_busy = false;
         while is_open || !self.backlog.is_empty() || !self.parked.is_empty() {
             if self.backlog.is_empty() {
                 let next_due = self.parked.values().map(|group| group.due).min();
@@ -203,6 +206,16 @@ impl<M: Machine> Shard<M> {
                     biased;
                     count = incoming.recv_many(&mut received, MAX_BATCH), if is_open => {
                         is_open = count > 0;
+                        if is_busy {
+                            // Whoever is ready to submit does so first, and spares a batch.
+                            yield_now().await;
+                            while received.len() < MAX_BATCH
+                                && let Ok(pending) = incoming.try_recv()
+                            {
+                                received.push(pending);
+                            }
+                        }
+                        is_busy = received.len() > 1;
                     }
                     () = sleep_until(due), if next_due.is_some() => {}
                     // What was sent before this is still received.
