@@ -111,12 +111,12 @@ macro_rules! statements {
                 LEFT JOIN ", $table, " AS l ON l.id = wanted.id"
             ),
             // Rows that somebody else has locked are left out: so this neither waits nor
-            // deadlocks. The lock re-checks the revision against the newest version of the row.
-            //
+            // deadlocks. The lock re-checks the revision against the newest version of the row, and
+            // keeps that where it is.
             update: concat!(
                 "/* update ", $table, " */
                 WITH w AS MATERIALIZED (
-                    SELECT n.*
+                    SELECT n.*, l.ctid AS place
                     FROM unnest($1::text[], $2::bigint[], $3::bigint[]",
                     $(", $", $number, "::", $type, "[]",)*
                     ") WITH ORDINALITY AS n (id, expected, revision", $(", ", $column,)* ", ord)
@@ -127,7 +127,7 @@ macro_rules! statements {
                     UPDATE ", $table, " AS l
                     SET revision = w.revision", $(", ", $column, " = w.", $column,)* "
                     FROM w
-                    WHERE l.id = w.id
+                    WHERE l.ctid = w.place
                     RETURNING w.ord
                 )
                 SELECT count(*), CASE WHEN count(*) < cardinality($3) THEN array_agg(ord) END
