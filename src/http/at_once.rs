@@ -159,21 +159,34 @@ mod tests {
         assert_eq!(poll_once(&Gate::new(), wakes_itself(1_000)), (false, 1));
     }
 
-    /// How often a connection is polled whose handler never ends and is woken in the connection's
-    /// first poll, either before it is polled or after that.
-    fn polls_with_a_wake_up(before: bool) -> usize {
+    #[derive(PartialEq)]
+    enum When {
+        Before,
+        During,
+        After,
+    }
+
+    /// How often a connection is polled whose handler never ends, and is woken in the connection's
+    /// first poll: before, during, or after its own.
+    fn polls_with_a_wake_up(when: When) -> usize {
         let gate = Gate::new();
-        let mut service = pin!(gate.clone().service(std::future::pending::<()>()));
+        let wake = |now| {
+            if now {
+                gate.service.wake_by_ref();
+            }
+        };
+        let mut own_polls = 0;
+        let mut service = pin!(gate.clone().service(poll_fn(|_| {
+            own_polls += 1;
+            wake(own_polls == 1 && when == When::During);
+            Poll::<()>::Pending
+        })));
         let mut polls = 0;
         let connection = poll_fn(|context| {
             polls += 1;
-            if polls == 1 && before {
-                gate.service.wake_by_ref();
-            }
+            wake(polls == 1 && when == When::Before);
             let polled = service.as_mut().poll(context);
-            if polls == 1 && !before {
-                gate.service.wake_by_ref();
-            }
+            wake(polls == 1 && when == When::After);
             polled
         });
         assert_eq!(poll_once(&gate, connection), (false, 0));
@@ -182,8 +195,9 @@ mod tests {
 
     #[test]
     fn a_wake_up_that_the_handler_has_answered_needs_no_other_poll() {
-        assert_eq!(polls_with_a_wake_up(true), 1);
-        assert_eq!(polls_with_a_wake_up(false), 2);
+        assert_eq!(polls_with_a_wake_up(When::Before), 1);
+        assert_eq!(polls_with_a_wake_up(When::During), 2);
+        assert_eq!(polls_with_a_wake_up(When::After), 2);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -194,11 +208,12 @@ mod tests {
                 let (to_connection, at_connection) = oneshot::channel();
                 let (to_service, at_service) = oneshot::channel();
                 let sending = tokio::spawn(async move {
-                    (to_service.send(number), to_connection.send(number))
+                    to_service.send(number)?;
+                    to_connection.send(number)
                 });
                 let both = async { tokio::join!(at_connection, gate.clone().service(at_service)) };
                 assert_eq!(gate.connection(both).await, (Ok(number), Ok(number)));
-                assert_eq!(sending.await.ok(), Some((Ok(()), Ok(()))));
+                assert_eq!(sending.await.ok(), Some(Ok(())));
             }
         };
         assert!(timeout(Duration::from_mins(1), all).await.is_ok());
