@@ -1,11 +1,11 @@
 //! Serving until told to stop, and stopping in order.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use hyper::server::conn::http1::Builder;
-use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::at_once::Gate;
+use super::at_once::AtOnce;
 use super::router::App;
 
 /// How long a connection may stay without the head of a request, so that neither idle nor slow
@@ -49,15 +49,11 @@ pub async fn serve(listener: TcpListener, router: Router, app: Arc<App>, stop: C
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "TCP_NODELAY cannot be set");
         }
-        let gate = Gate::new();
-        let service = service_fn({
-            let (gate, router) = (gate.clone(), TowerToHyperService::new(router.clone()));
-            move |request| gate.clone().service(router.call(request))
-        });
+        let service = TowerToHyperService::new(router.clone());
         let connection = builder.serve_connection(TokioIo::new(stream), service);
         let connection = open.watch(connection);
         tokio::spawn(async move {
-            if let Err(error) = gate.connection(connection).await {
+            if let Err(error) = AtOnce::new(pin!(connection)).await {
                 tracing::debug!(%error, "a connection broke");
             }
         });
