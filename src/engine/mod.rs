@@ -5,7 +5,8 @@
 //! in their order through the machine, and writes each changed row once. Rows whose commands will
 //! end in a write, going by what the shard remembers, are not loaded. While one batch is at the
 //! store the next one gathers, so batching adds no delay: a lone request meets one round trip or
-//! two, and a thousand callers on one hot key share one row read.
+//! two, and a thousand callers on one hot key share one row read. A shard whose last commands came
+//! together lets tasks that are ready run before it goes on: most of them submit more.
 //!
 //! Replicas need no agreement beyond the guarded write. Of two that decide on the same row at
 //! once, one is accepted; the other loads again and decides anew.
