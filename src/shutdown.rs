@@ -25,18 +25,20 @@ where
     });
 }
 
-/// Resolves when the process is asked to end: SIGTERM, or SIGINT as sent by Ctrl-C.
+/// From here on, being asked to end (SIGTERM, or SIGINT as sent by Ctrl-C) does not end the process,
+/// but resolves what is returned.
 ///
 /// # Errors
 ///
 /// The signal handlers cannot be installed.
-pub async fn requested() -> std::io::Result<()> {
+pub fn requested() -> std::io::Result<impl Future<Output = ()>> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
-    }
-    Ok(())
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
 }

@@ -140,17 +140,18 @@ async fn serve(config: Config) -> Result<(), Failure> {
         limits: Limits::default(),
         metrics: Arc::clone(&metrics),
     };
-    let stop_requested = shutdown::requested();
+    let stop_requested = shutdown::requested()
+        .map_err(|error| Failure::other(format!("cannot listen for signals: {error}")))?;
     tokio::pin!(stop_requested);
     let coordinator = tokio::select! {
         coordinator = Coordinator::open_dsn(&dsn, options) => coordinator?,
-        _ = &mut stop_requested => return Ok(()),
+        () = &mut stop_requested => return Ok(()),
     };
     let address = listener.local_addr().unwrap_or(config.listen);
     greet(&dsn, address);
     let (router, app) = http::router(coordinator, metrics);
     let serving = tokio::spawn(http::serve(listener, router, app, stop.clone()));
-    let _ = stop_requested.await;
+    stop_requested.await;
     stop.cancel();
     serving.await.map_err(|error| Failure::other(format!("the server failed: {error}")))
 }

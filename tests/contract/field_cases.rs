@@ -329,6 +329,17 @@ async fn no_wake_up_is_lost_on_a_single_thread() {
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
 }
 
+/// A signal that comes while the process gets ready must not end it half-way.
+#[test]
+fn a_process_told_to_end_as_soon_as_it_is_there_ends_in_order() {
+    for _ in 0..20 {
+        let mut process = Process::start("memory:", &["--log", "error"]);
+        process.signal("TERM");
+        let status = process.wait();
+        assert!(status.success(), "{status}");
+    }
+}
+
 /// A graceful shutdown hangs on its long polls (`tokio-rs/axum#991`, `moadim-io/daemon#342`), and
 /// a second signal must not make it worse.
 #[tokio::test(flavor = "multi_thread")]
