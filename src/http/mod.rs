@@ -5,6 +5,7 @@ mod executions;
 mod idempotency;
 mod leaders;
 mod leases;
+mod lingering;
 mod openapi;
 mod operations;
 mod problem;

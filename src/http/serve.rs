@@ -14,6 +14,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::at_once::AtOnce;
+use super::lingering::Lingering;
 use super::router::App;
 
 /// How long a connection may stay without the head of a request, so that neither idle nor slow
@@ -50,7 +51,8 @@ pub async fn serve(listener: TcpListener, router: Router, app: Arc<App>, stop: C
             tracing::debug!(%error, "TCP_NODELAY cannot be set");
         }
         let service = TowerToHyperService::new(router.clone());
-        let connection = builder.serve_connection(TokioIo::new(stream), service);
+        let stream = TokioIo::new(Lingering::new(stream, stop.clone()));
+        let connection = builder.serve_connection(stream, service);
         let connection = open.watch(connection);
         tokio::spawn(async move {
             if let Err(error) = AtOnce::new(pin!(connection)).await {

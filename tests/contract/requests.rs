@@ -5,10 +5,13 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use fencepost::coordinator::{Coordinator, CoordinatorOptions};
 use fencepost::http::Rival;
 use serde_json::{Map, Value, json};
+use tokio::io::AsyncWriteExt;
+use tokio::time::{interval, timeout};
 
 use crate::check::{
     BRIEF, claim, force, header, limit, no_nulls, problem, random_text, until_lapsed, wrong_members,
@@ -659,6 +662,56 @@ async fn a_body_that_is_too_large_is_told_the_limit_by_its_name() {
         let named = reply.body["limit"].as_str().unwrap();
         assert_eq!(limit(&service, named).await, most, "{path} names {named}");
     }
+}
+
+/// A client that sends all before it reads learns why it was refused: no reset overtakes the reply.
+#[tokio::test]
+async fn a_refusal_reaches_those_who_are_still_sending() {
+    let service = start().await;
+    let body = vec![b' '; 16 << 20];
+    for (path, status) in [("/v1/leases/claim", 413), ("/nowhere", 404)] {
+        for request in [post(path, b"", &body), post_chunked(path, &body, 1 << 20)] {
+            let mut wire = Wire::connect(&service.base).await;
+            wire.0.write_all(&request).await.expect("all is taken");
+            let reply = wire.reply().await;
+            assert_eq!(reply.status, status, "{path} {}", reply.head);
+            assert_eq!(reply.json()["status"], status, "{path}");
+        }
+    }
+}
+
+/// A connection that is closed on a client is not kept for it for long.
+#[tokio::test]
+async fn who_sends_on_after_a_refusal_is_cut_off() {
+    let service = start().await;
+    let mut wire = Wire::connect(&service.base).await;
+    let more = "content-type: application/json\r\ncontent-length: 9000000000\r\n";
+    wire.send(head("POST", "/v1/leases/claim", more)).await;
+    let read = wire.until("\r\n\r\n").await;
+    assert!(read.starts_with("HTTP/1.1 413 "), "{read}");
+    let mut pace = interval(Duration::from_millis(50));
+    let sending = async {
+        while wire.0.write_all(b" ").await.is_ok() {
+            pace.tick().await;
+        }
+    };
+    timeout(Duration::from_secs(30), sending).await.expect("it is cut off");
+    lives(&service).await;
+}
+
+/// Neither an idle connection nor one that is being closed holds up the end of the service.
+#[tokio::test]
+async fn who_keeps_a_connection_open_does_not_hold_up_the_end() {
+    let service = start().await;
+    let mut idle = Wire::connect(&service.base).await;
+    idle.send("GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+    idle.until("\r\n\r\n").await;
+    let mut refused = Wire::connect(&service.base).await;
+    let more = "content-type: application/json\r\ncontent-length: 9000000000\r\n";
+    refused.send(head("POST", "/v1/leases/claim", more)).await;
+    refused.until("\r\n\r\n").await;
+    // A second less than it takes to give up on such a client.
+    timeout(Duration::from_secs(4), service.stop()).await.expect("an end");
 }
 
 /// A body whose end is far off is refused when it is too large, not when it ends.
