@@ -1,13 +1,12 @@
 //! The parts that replies have in common.
 
+use std::time::{Duration, UNIX_EPOCH};
+
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde_json::value::RawValue;
-use time::OffsetDateTime;
-use time::format_description::BorrowedFormatItem;
-use time::macros::format_description;
 use utoipa::ToSchema;
 
 use super::leases::ForceReleaseResult;
@@ -20,18 +19,17 @@ use crate::domain::record::RecordState;
 use crate::domain::time::{Timestamp, Ttl};
 use crate::store::StoreClock;
 
-const RFC_3339_MILLIS: &[BorrowedFormatItem<'_>] =
-    format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
+/// The end of the year 9999, in microseconds since the Unix epoch.
+const LAST_INSTANT: i64 = 253_402_300_799_999_999;
 
 /// RFC 3339 in UTC with milliseconds.
 pub(super) fn instant(at: Timestamp) -> String {
-    OffsetDateTime::from_unix_timestamp_nanos(i128::from(at.as_micros()) * 1_000)
-        .ok()
-        .and_then(|at| at.format(RFC_3339_MILLIS).ok())
-        .unwrap_or_default()
+    let micros = at.as_micros().clamp(0, LAST_INSTANT);
+    let at = UNIX_EPOCH + Duration::from_micros(micros.unsigned_abs());
+    humantime::format_rfc3339_millis(at).to_string()
 }
 
-pub(super) fn millis(duration: std::time::Duration) -> i64 {
+pub(super) fn millis(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }
 
