@@ -11,7 +11,9 @@ use super::reply::{Page, Reply};
 use crate::domain::execution;
 use crate::domain::ids::{Binding, CorrelationId, Kind, Name, OwnerId, Prefix, Scope};
 use crate::domain::lease::{Claim, ForceReleaseOutcome, Reference};
-use crate::domain::record::{ClaimOutcome, CompleteOutcome, Record, RecordState, ReleaseOutcome};
+use crate::domain::record::{
+    ClaimOutcome, Command, CompleteOutcome, Record, RecordState, ReleaseOutcome,
+};
 use crate::domain::time::Ttl;
 use crate::domain::version::Version;
 use crate::engine::EngineError;
@@ -32,6 +34,15 @@ pub struct ClaimExecution {
     pub attempt_id: Option<Uuid>,
     /// How long to wait for the one that runs; zero: not at all.
     pub wait: Duration,
+}
+
+impl ClaimExecution {
+    fn command(self) -> Command {
+        let Self { intent, owner_id, correlation_id, ttl, attempt_id, wait: _ } = self;
+        let grant_id = rand::random();
+        let claim = Claim { owner_id, ttl, attempt_id, grant_id, metadata: None, may_take: true };
+        execution::claim(claim, intent, correlation_id)
+    }
 }
 
 /// What can be done with executions; [`crate::domain::record`] has the rules.
@@ -85,11 +96,17 @@ impl<'a> Executions<'a> {
         id: &Name,
         wish: ClaimExecution,
     ) -> Result<Reply<ClaimOutcome>, EngineError> {
-        let ClaimExecution { intent, owner_id, correlation_id, ttl, attempt_id, wait } = wish;
-        let grant_id = rand::random();
-        let claim = Claim { owner_id, ttl, attempt_id, grant_id, metadata: None, may_take: true };
-        let command = execution::claim(claim, intent, correlation_id);
-        self.records.claim(&Scope::none(), id, command, wait).await
+        let wait = wish.wait;
+        self.records.claim(&Scope::none(), id, wish.command(), wait).await
+    }
+
+    /// Claims executions, each by itself and none waiting; replies come in the same order.
+    pub async fn claim_many(
+        &self,
+        wishes: impl IntoIterator<Item = (Name, ClaimExecution)>,
+    ) -> Vec<Result<Reply<ClaimOutcome>, EngineError>> {
+        let commands = wishes.into_iter().map(|(id, wish)| (id, wish.command()));
+        self.records.claim_many(&Scope::none(), commands).await
     }
 
     /// Stores the result: any JSON text, kept to the byte.
@@ -106,6 +123,18 @@ impl<'a> Executions<'a> {
         let retention = self.records.shared.options.execution_retention;
         let command = execution::complete(reference, result, retention);
         self.records.complete(&Scope::none(), id, command).await
+    }
+
+    /// Stores results, each by itself; replies come in the same order.
+    pub async fn complete_many(
+        &self,
+        results: impl IntoIterator<Item = (Name, Reference, Arc<str>)>,
+    ) -> Vec<Result<Reply<CompleteOutcome>, EngineError>> {
+        let retention = self.records.shared.options.execution_retention;
+        let commands = results
+            .into_iter()
+            .map(|(id, reference, result)| (id, execution::complete(reference, result, retention)));
+        self.records.complete_many(&Scope::none(), commands).await
     }
 
     /// Gives the claim back, so that another may run it.

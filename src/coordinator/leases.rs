@@ -128,11 +128,20 @@ impl<'a> Leases<'a> {
         reference: Reference,
         ttl: Option<Ttl>,
     ) -> Result<Reply<RenewOutcome>, EngineError> {
-        let answer = self.ask(name, Command::Renew { reference, ttl }).await?;
-        outcome!(answer, Renew)?.still_running(|outcome| match outcome {
-            RenewOutcome::Renewed(lease) => Some(lease),
-            RenewOutcome::Stale(_) => None,
-        })
+        renewed(self.ask(name, Command::Renew { reference, ttl }).await)
+    }
+
+    /// Extends leases, each by itself; replies come in the same order.
+    pub async fn renew_many(
+        &self,
+        renewals: impl IntoIterator<Item = (Name, Reference)>,
+        ttl: Option<Ttl>,
+    ) -> Vec<Result<Reply<RenewOutcome>, EngineError>> {
+        let commands = renewals
+            .into_iter()
+            .map(|(name, reference)| (self.key(&name), Command::Renew { reference, ttl }));
+        let answers = self.shared.leases.ask_many(commands).await;
+        answers.into_iter().map(renewed).collect()
     }
 
     /// Gives a lease back.
@@ -229,6 +238,15 @@ impl<'a> Leases<'a> {
         })
         .await
     }
+}
+
+fn renewed(
+    answer: Result<Answer<LeaseMachine>, EngineError>,
+) -> Result<Reply<RenewOutcome>, EngineError> {
+    outcome!(answer?, Renew)?.still_running(|outcome| match outcome {
+        RenewOutcome::Renewed(lease) => Some(lease),
+        RenewOutcome::Stale(_) => None,
+    })
 }
 
 /// A claim that waits for its turn.

@@ -33,6 +33,15 @@ impl Records<'_> {
         self.shared.records.ask(&key, command).await
     }
 
+    async fn ask_many(
+        &self,
+        scope: &Scope,
+        commands: impl Iterator<Item = (Name, Command)>,
+    ) -> Vec<Result<Answer<RecordMachine>, EngineError>> {
+        let key = |(name, command)| (self.shared.key(self.kind, scope, &name), command);
+        self.shared.records.ask_many(commands.map(key)).await
+    }
+
     pub(super) async fn claim(
         &self,
         scope: &Scope,
@@ -50,10 +59,20 @@ impl Records<'_> {
             let key = self.shared.key(self.kind, scope, name);
             engine.wait(&key, ClaimInLine { command }, wait, true).await??
         };
-        reply.still_running(|outcome| match outcome {
-            ClaimOutcome::Claimed { lease, .. } => Some(lease),
-            _ => None,
-        })
+        still_running(reply)
+    }
+
+    /// Claims, each by itself and none waiting.
+    pub(super) async fn claim_many(
+        &self,
+        scope: &Scope,
+        commands: impl Iterator<Item = (Name, Command)>,
+    ) -> Vec<Result<Reply<ClaimOutcome>, EngineError>> {
+        if self.shared.records.is_draining() {
+            return commands.map(|_| Err(EngineError::ShuttingDown)).collect();
+        }
+        let answers = self.ask_many(scope, commands).await;
+        answers.into_iter().map(|answer| still_running(outcome!(answer?, Claim)?)).collect()
     }
 
     pub(super) async fn complete(
@@ -63,6 +82,16 @@ impl Records<'_> {
         command: Command,
     ) -> Result<Reply<CompleteOutcome>, EngineError> {
         outcome!(self.ask(scope, name, command).await?, Complete)
+    }
+
+    /// Completions, each by itself.
+    pub(super) async fn complete_many(
+        &self,
+        scope: &Scope,
+        commands: impl Iterator<Item = (Name, Command)>,
+    ) -> Vec<Result<Reply<CompleteOutcome>, EngineError>> {
+        let answers = self.ask_many(scope, commands).await;
+        answers.into_iter().map(|answer| outcome!(answer?, Complete)).collect()
     }
 
     pub(super) async fn release(
@@ -113,6 +142,13 @@ impl Records<'_> {
         })
         .await
     }
+}
+
+fn still_running(reply: Reply<ClaimOutcome>) -> Result<Reply<ClaimOutcome>, EngineError> {
+    reply.still_running(|outcome| match outcome {
+        ClaimOutcome::Claimed { lease, .. } => Some(lease),
+        _ => None,
+    })
 }
 
 /// A claim that waits for the record to be free, or done.

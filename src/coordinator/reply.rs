@@ -22,12 +22,12 @@ pub struct Reply<T> {
 
 /// A grant of whichever machine.
 trait Keep: std::fmt::Debug + Send {
-    fn keep(self: Box<Self>);
+    fn keep(&mut self);
 }
 
 impl<M: Machine> Keep for Grant<M> {
-    fn keep(self: Box<Self>) {
-        Grant::keep(*self);
+    fn keep(&mut self) {
+        Grant::keep(self);
     }
 }
 
@@ -38,7 +38,7 @@ impl<T> Reply<T> {
         choose: impl FnOnce(M::Outcome) -> Option<T>,
     ) -> Result<Self, EngineError> {
         let Answer { outcome, clock, grant, .. } = answer;
-        let grant = grant.map(|grant| Box::new(grant) as Box<dyn Keep>);
+        let grant = grant.map(|grant| grant as Box<dyn Keep>);
         match choose(outcome) {
             Some(outcome) => Ok(Self { outcome, clock, grant }),
             None => Err(EngineError::Internal("the machine answered another command".into())),
@@ -48,7 +48,7 @@ impl<T> Reply<T> {
     /// Takes the outcome. Until then a new grant in it is taken back when the reply is dropped,
     /// as a caller that gave up does.
     pub fn keep(self) -> (T, StoreClock) {
-        if let Some(grant) = self.grant {
+        if let Some(mut grant) = self.grant {
             grant.keep();
         }
         (self.outcome, self.clock)

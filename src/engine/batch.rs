@@ -593,11 +593,12 @@ impl<M: Machine> Shard<M> {
             self.metrics.undone_grants.inc();
             return;
         };
-        let grant = undo.map(|undo| Grant { undo: Some(undo), shard: self.sender.clone() });
+        let grant =
+            undo.map(|undo| Box::new(Grant { undo: Some(undo), shard: self.sender.clone() }));
         let answer = Answer { outcome, clock, revision, grant };
         // If the caller has gone, the answer comes back. Its grant is undone from here, since
         // while the engine closes there is no way through the queue any more.
-        if let Err(Ok(Answer { grant: Some(grant), .. })) = reply.send(Ok(answer)) {
+        if let Err(Ok(Answer { grant: Some(mut grant), .. })) = reply.send(Ok(answer)) {
             self.backlog.extend(grant.give_up());
         }
     }

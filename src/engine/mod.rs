@@ -89,7 +89,7 @@ pub struct Answer<M: Machine> {
     /// The row's revision that it rests on; 0 for no row.
     pub revision: i64,
     /// Set for a grant that would be lost with this answer.
-    pub grant: Option<Grant<M>>,
+    pub grant: Option<Box<Grant<M>>>,
 }
 
 /// A new grant on its way to the caller. Dropped anywhere on that way, it is taken back, so that
@@ -102,12 +102,12 @@ pub struct Grant<M: Machine> {
 
 impl<M: Machine> Grant<M> {
     /// The caller has it.
-    pub fn keep(mut self) {
+    pub fn keep(&mut self) {
         self.undo = None;
     }
 
     /// Nobody will have it: what takes it back.
-    fn give_up(mut self) -> Option<Pending<M>> {
+    fn give_up(&mut self) -> Option<Pending<M>> {
         self.undo.take()
     }
 }
@@ -187,16 +187,8 @@ impl<M: Machine> Engine<M> {
         command: M::Command,
         deadline: Instant,
     ) -> Result<Answer<M>, EngineError> {
-        let (reply, answer) = oneshot::channel();
-        let pending = Pending::new(key.clone(), command, deadline, Some(reply));
-        if self.shard(key).send(pending).is_err() {
-            return Err(EngineError::ShuttingDown);
-        }
-        match timeout_at(deadline, answer).await {
-            Ok(Ok(answer)) => answer,
-            Ok(Err(_)) => Err(EngineError::unavailable("the replica stopped")),
-            Err(_) => Err(EngineError::unavailable("the store did not answer in time")),
-        }
+        let answer = self.send(key.clone(), command, deadline);
+        receive(answer, deadline).await
     }
 
     /// Runs one command within the request timeout.
@@ -205,7 +197,34 @@ impl<M: Machine> Engine<M> {
     ///
     /// See [`EngineError`].
     pub async fn ask(&self, key: &Key, command: M::Command) -> Result<Answer<M>, EngineError> {
-        self.submit(key, command, Instant::now() + self.limits.request_timeout).await
+        self.submit(key, command, self.deadline()).await
+    }
+
+    /// Runs commands, each by itself, within the request timeout; answers come in the same order.
+    pub async fn ask_many(
+        &self,
+        commands: impl IntoIterator<Item = (Key, M::Command)>,
+    ) -> Vec<Result<Answer<M>, EngineError>> {
+        let deadline = self.deadline();
+        let sent: Vec<_> =
+            commands.into_iter().map(|(key, command)| self.send(key, command, deadline)).collect();
+        let mut answers = Vec::with_capacity(sent.len());
+        for answer in sent {
+            answers.push(receive(answer, deadline).await);
+        }
+        answers
+    }
+
+    fn deadline(&self) -> Instant {
+        Instant::now() + self.limits.request_timeout
+    }
+
+    /// Puts a command into its shard's queue: where its answer will be.
+    fn send(&self, key: Key, command: M::Command, deadline: Instant) -> Awaited<M> {
+        let (reply, answer) = oneshot::channel();
+        let shard = self.shard(&key);
+        let pending = Pending::new(key, command, deadline, Some(reply));
+        if shard.send(pending).is_err() { Err(EngineError::ShuttingDown) } else { Ok(answer) }
     }
 
     /// Answers every waiting call with [`EngineError::ShuttingDown`], now and from here on.
@@ -231,5 +250,19 @@ impl<M: Machine> Engine<M> {
         let index = key.hash64() % self.shards.len() as u64;
         #[expect(clippy::cast_possible_truncation, reason = "below the number of shards")]
         &self.shards[index as usize]
+    }
+}
+
+/// Where the answer to a command will be, if the engine takes it.
+type Awaited<M> = Result<oneshot::Receiver<Result<Answer<M>, EngineError>>, EngineError>;
+
+async fn receive<M: Machine>(
+    answer: Awaited<M>,
+    deadline: Instant,
+) -> Result<Answer<M>, EngineError> {
+    match timeout_at(deadline, answer?).await {
+        Ok(Ok(answer)) => answer,
+        Ok(Err(_)) => Err(EngineError::unavailable("the replica stopped")),
+        Err(_) => Err(EngineError::unavailable("the store did not answer in time")),
     }
 }

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use axum::extract::{Extension, State};
 use axum::response::Response;
-use futures_util::future::join_all;
 use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
@@ -25,7 +24,7 @@ use super::shape::{
     polling_hint, stale_lease,
 };
 use super::token::PageToken;
-use crate::coordinator::{ClaimExecution, Executions};
+use crate::coordinator::{ClaimExecution, Reply};
 use crate::domain::execution::DEFAULT_TTL_MS;
 use crate::domain::ids::{Binding, CorrelationId, Kind, Name, OwnerId, Prefix, Reason};
 use crate::domain::lease::Reference;
@@ -300,8 +299,9 @@ async fn claim_many_executions(
     Extension(received): Extension<Received>,
     Strict(request): Strict<ClaimManyExecutionsRequest>,
 ) -> Result<Response, Problem> {
-    let executions = app.coordinator.executions();
-    let claims = request.items.into_iter().map(|item| async move {
+    let mut ids = Vec::with_capacity(request.items.len());
+    let wishes = request.items.into_iter().map(|item| {
+        ids.push(item.execution_id.clone());
         let wish = ClaimExecution {
             intent: item.intent,
             owner_id: item.owner_id,
@@ -310,15 +310,14 @@ async fn claim_many_executions(
             attempt_id: item.attempt_id,
             wait: Duration::ZERO,
         };
-        let reply = executions.claim(&item.execution_id, wish).await;
-        (item.execution_id, reply)
+        (item.execution_id, wish)
     });
-    let replies = join_all(claims).await;
+    let replies = app.coordinator.executions().claim_many(wishes).await;
     let elapsed_ms = received.elapsed_ms();
-    let results = replies.into_iter().map(|(id, reply)| {
+    let results = ids.iter().zip(replies).map(|(id, reply)| {
         let result = reply.map_err(Problem::from).and_then(|reply| {
             let (outcome, clock) = reply.keep();
-            claimed(&id, outcome, clock)
+            claimed(id, outcome, clock)
         });
         result.unwrap_or_else(|problem| ClaimExecutionResult {
             outcome: problem.code(),
@@ -362,16 +361,8 @@ struct CompleteExecutionResult {
     reason: Option<&'static str>,
 }
 
-async fn complete(
-    executions: Executions<'_>,
-    id: &Name,
-    reference: Reference,
-    AnyJson(result): AnyJson,
-) -> Result<(), Problem> {
-    if result.len() > RESULT_BYTES.1 {
-        return Err(Problem::payload_too_large(RESULT_BYTES.0, RESULT_BYTES.1));
-    }
-    match executions.complete(id, reference, result.into()).await?.keep() {
+fn completed(reply: Reply<CompleteOutcome>) -> Result<(), Problem> {
+    match reply.keep() {
         (CompleteOutcome::Completed, _) => Ok(()),
         (CompleteOutcome::AlreadyCompleted(lease), _) => Err(Problem::already_completed(&lease)),
         (CompleteOutcome::Stale(stale), clock) => Err(stale_lease(Kind::Execution, &stale, clock)),
@@ -403,8 +394,12 @@ async fn complete_execution(
     Strict(request): Strict<CompleteExecutionRequest>,
 ) -> Result<Response, Problem> {
     let CompleteExecutionRequest { execution_id, owner_id, version, result } = request;
+    let AnyJson(result) = result;
+    if result.len() > RESULT_BYTES.1 {
+        return Err(Problem::payload_too_large(RESULT_BYTES.0, RESULT_BYTES.1));
+    }
     let reference = Reference { owner_id, version };
-    complete(app.coordinator.executions(), &execution_id, reference, result).await?;
+    completed(app.coordinator.executions().complete(&execution_id, reference, result).await?)?;
     Ok(ok(CompleteExecutionResult { outcome: "completed", execution_id: None, reason: None }))
 }
 
@@ -450,22 +445,29 @@ async fn complete_many_executions(
     Extension(received): Extension<Received>,
     Strict(request): Strict<CompleteManyExecutionsRequest>,
 ) -> Result<Response, Problem> {
-    let executions = app.coordinator.executions();
-    let completions = request.items.into_iter().map(|item| async move {
+    // No result in a request of that size is itself too large.
+    const { assert!(MANY_BYTES.1 <= RESULT_BYTES.1) };
+    let mut ids = Vec::with_capacity(request.items.len());
+    let completions = request.items.into_iter().map(|item| {
         let CompleteExecutionRequest { execution_id, owner_id, version, result } = item;
-        let reference = Reference { owner_id, version };
-        match complete(executions, &execution_id, reference, result).await {
+        ids.push(execution_id.clone());
+        let AnyJson(result) = result;
+        (execution_id, Reference { owner_id, version }, result)
+    });
+    let replies = app.coordinator.executions().complete_many(completions).await;
+    let results = ids.iter().zip(replies).map(|(id, reply)| {
+        match reply.map_err(Problem::from).and_then(completed) {
             Ok(()) => {
                 CompleteExecutionResult { outcome: "completed", execution_id: None, reason: None }
             }
             Err(problem) => CompleteExecutionResult {
                 outcome: problem.code(),
-                execution_id: Some(execution_id.as_str().to_owned()),
+                execution_id: Some(id.as_str().to_owned()),
                 reason: problem.reason(),
             },
         }
     });
-    let results = join_all(completions).await;
+    let results = results.collect();
     Ok(ok(CompleteManyExecutionsResult { results, elapsed_ms: received.elapsed_ms() }))
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::extract::{Extension, State};
 use axum::response::Response;
-use futures_util::future::{BoxFuture, join_all};
+use futures_util::future::BoxFuture;
 use serde::Serialize;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -413,15 +413,14 @@ async fn renew_many_leases(
     Strict(request): Strict<RenewManyLeasesRequest>,
 ) -> Result<Response, Problem> {
     let RenewManyLeasesRequest { owner_id, ttl_ms, items } = request;
-    let renewals = items.iter().map(|item| {
-        let reference = Reference { owner_id: owner_id.clone(), version: item.version };
-        let app = &app;
-        async move { app.coordinator.leases().renew(&item.key, reference, ttl_ms).await }
+    let mut keys = Vec::with_capacity(items.len());
+    let renewals = items.into_iter().map(|item| {
+        keys.push(item.key.clone());
+        (item.key, Reference { owner_id: owner_id.clone(), version: item.version })
     });
-    let replies = join_all(renewals).await;
+    let replies = app.coordinator.leases().renew_many(renewals, ttl_ms).await;
     let elapsed_ms = received.elapsed_ms();
-    let results = items.iter().zip(replies).map(|(item, reply)| {
-        let key = &item.key;
+    let results = keys.iter().zip(replies).map(|(key, reply)| {
         let failed = |outcome, reason| RenewItemResult {
             outcome,
             lease: None,

@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
@@ -409,13 +410,13 @@ integer_field!(WaitMs, 0, i64::from(Self::MAX), |ms| u32::try_from(ms).ok().map(
 integer_field!(Limit, 1, i64::from(Self::MAX), |n| u32::try_from(n).ok().map(Self));
 
 /// Any JSON value, kept as its text.
-pub(super) struct AnyJson(pub(super) String);
+pub(super) struct AnyJson(pub(super) Arc<str>);
 
 impl Field for AnyJson {
     const NULL_IS_A_VALUE: bool = true;
 
     fn from_json(json: &RawValue) -> Result<Self, String> {
-        Ok(Self(json.get().to_owned()))
+        Ok(Self(json.get().into()))
     }
 
     fn from_text(_text: &str) -> Result<Self, String> {

@@ -22,6 +22,7 @@ use fencepost::store::{
 };
 use sqlx::{ConnectOptions as _, Connection as _};
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 use uuid::Uuid;
 
 use crate::support::{Kind, World, eventually};
@@ -124,6 +125,13 @@ async fn all_that_can_be_done_over_http_can_be_done_in_process() {
         assert!(matches!(waiting.unwrap().outcome, WaitOutcome::TimedOut(_)));
         let renewed = leases.renew(&k, reference(&lease), None).await.unwrap().keep().0;
         assert!(matches!(renewed, lease::RenewOutcome::Renewed(_)));
+        let renewals = [(k.clone(), reference(&lease)), (name("other"), reference(&lease))];
+        let renewed = leases.renew_many(renewals, None).await.into_iter();
+        let renewed: Vec<_> = renewed.map(|reply| reply.unwrap().keep().0).collect();
+        assert!(matches!(
+            renewed[..],
+            [lease::RenewOutcome::Renewed(_), lease::RenewOutcome::Stale(_)]
+        ));
         let released = leases.release(&k, reference(&lease)).await.unwrap().keep().0;
         assert_eq!(released, lease::ReleaseOutcome::Released);
 
@@ -137,8 +145,17 @@ async fn all_that_can_be_done_over_http_can_be_done_in_process() {
             told,
             record::ClaimOutcome::Completed(_, done) if &*done.content.text == r#"{"n": 1.0}"#
         ));
+        let wishes = ["l", "m"].map(|id| (name(id), wish()));
+        let mut results = Vec::new();
+        for (id, reply) in ["l", "m"].into_iter().zip(executions.claim_many(wishes).await) {
+            let run = granted(reply.unwrap().keep().0);
+            results.push((name(id), reference(&run), id.len().to_string().into()));
+        }
+        for reply in executions.complete_many(results).await {
+            assert_eq!(reply.unwrap().keep().0, record::CompleteOutcome::Completed);
+        }
         let page = executions.list(None, |state| state == RecordState::Completed, None, 10).await;
-        assert_eq!(page.unwrap().items.len(), 1);
+        assert_eq!(page.unwrap().items.len(), 3);
 
         let records = coordinator.idempotency();
         let claim = records.claim(&scope, &k, write("a", None, 60_000)).await.unwrap();
@@ -558,6 +575,27 @@ async fn a_reply_that_is_dropped_takes_its_grant_back_and_one_that_is_kept_does_
         drop(leases.claim(&other, attempt.clone()).await.unwrap());
         let again = leases.claim(&other, attempt).await.unwrap().keep().0;
         assert!(matches!(again, lease::ClaimOutcome::Claimed { repeated: true, .. }));
+        coordinator.close().await;
+    }
+}
+
+/// A batch that is given up at any moment, before, between or after its answers, leaves nothing held.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_batch_of_claims_that_is_given_up_holds_nothing() {
+    for kind in KINDS {
+        let world = World::new(kind).await;
+        let coordinator = open(&world).await;
+        let executions = coordinator.executions();
+        for round in 0..30 {
+            let wish = |n| (name(&format!("{round}-{n}")), execution("a", Duration::ZERO));
+            let patience = Duration::from_micros(rand::random_range(0..6_000));
+            drop(timeout(patience, executions.claim_many((0..100).map(wish))).await);
+        }
+        eventually(|| async {
+            let in_progress = |state| matches!(state, RecordState::InProgress { .. });
+            executions.list(None, in_progress, None, 1_000).await.unwrap().items.is_empty()
+        })
+        .await;
         coordinator.close().await;
     }
 }

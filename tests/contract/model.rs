@@ -322,7 +322,7 @@ async fn follow_the_machine<M: Modelled>(
         let answers = join_all(commands.iter().map(|command| engine.ask(&key, command.clone())));
         for (command, answer) in commands.iter().zip(answers.await) {
             let answer = answer.map_err(|error| TestCaseError::fail(error.to_string()))?;
-            if let Some(grant) = answer.grant {
+            if let Some(mut grant) = answer.grant {
                 grant.keep();
             }
             let now = answer.clock.now;
